@@ -1,0 +1,1 @@
+"""Attention layers that run on whole sequences for a subset of the heads."""

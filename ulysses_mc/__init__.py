@@ -1,0 +1,41 @@
+"""DeepSpeed-Ulysses (arXiv 2309.14509) composed with Megatron's tensor, pipeline and data
+parallelism.
+
+Letters in shape comments, here and everywhere in the package:
+    s  tokens of the whole sequence          s_r  tokens that rank r holds
+    b  micro-batch                           t    tokens of a packed batch
+    h  query heads of a tensor-parallel rank h_r  query heads that rank r holds by heads
+    k  key/value heads, likewise             k_r  key/value heads, likewise
+    d  head dimension                        P    Ulysses group size, T tensor-parallel size
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# In a clone, `parallel_state/` and `layers/` lie beside this package rather than in it.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "setup.py").is_file() and (_root / "parallel_state" / "__init__.py").is_file():
+    __path__.append(str(_root))
+
+if TYPE_CHECKING:
+    from .head_layout import HeadLayout
+    from .parallel_state.errors import HeadDivisibilityError, ParallelConfigError
+    from .sequence_layout import SequenceLayout
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it; loaded on first use, so that planning needs no torch.
+_EXPORTS = {
+    "HeadDivisibilityError": "parallel_state.errors",
+    "HeadLayout": "head_layout",
+    "ParallelConfigError": "parallel_state.errors",
+    "SequenceLayout": "sequence_layout",
+}
+__all__ = ["HeadDivisibilityError", "HeadLayout", "ParallelConfigError", "SequenceLayout"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
