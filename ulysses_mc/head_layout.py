@@ -85,7 +85,7 @@ class HeadLayout:
         first = self.kv_heads[rank].start
         index = [head // per_kv - first for head in self.query_heads[rank]]
         held = len(self.kv_heads[rank])
-        if not index or len(index) % held == 0 and index == _regular(len(index), held):
+        if not index or (len(index) % held == 0 and index == _regular(len(index), held)):
             return None
         return index
 

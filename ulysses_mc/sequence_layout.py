@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .parallel_state.errors import ParallelConfigError
@@ -81,7 +82,7 @@ class SequenceLayout:
         Source: transformer_engine's thd_get_partitioned_indices.
         """
         per_rank: list[list[Chunk]] = [[] for _ in range(group_size)]
-        for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        for begin, end in pairwise(cu_seqlens):
             size, left = divmod(end - begin, 2 * group_size)
             if left:
                 raise _zigzag_error(end - begin, group_size)
@@ -119,11 +120,7 @@ class SequenceLayout:
         """Position of each token of `rank` within its document (within the sequence if None)."""
         if cu_seqlens is None:
             return self.token_indices(rank)
-        begin_of = [
-            begin
-            for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)
-            for _ in range(begin, end)
-        ]
+        begin_of = [begin for begin, end in pairwise(cu_seqlens) for _ in range(begin, end)]
         return [token - begin_of[token] for token in self.token_indices(rank)]
 
     # -- cutting tensors ----------------------------------------------------------------------
