@@ -145,6 +145,28 @@ class HeadLayout:
             + (f", {self.imbalance:.0%} imbalance" if self.imbalance else "")
         )
 
+    def nearest_even(self) -> str:
+        """The nearest settings whose layout is not uneven, for a message."""
+        tensor, ulysses = self.tensor_model_parallel_size, self.ulysses_parallel_size
+        sizes = [n for n in range(1, self.local_heads + 1) if self._is_even_at(tensor, n)]
+        nearest = [n for n in sizes if n < ulysses][-1:] + [n for n in sizes if n > ulysses][:1]
+        parts = [f"ulysses_parallel_size {_join(nearest)} with tensor_model_parallel_size {tensor}"]
+        divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+        other = [n for n in divisors if n != tensor and self._is_even_at(n, ulysses)]
+        if other:
+            best = min(other, key=lambda n: (abs(n - tensor), n))
+            parts.append(f"{ulysses} with tensor_model_parallel_size {best}")
+        if not self.uneven_heads:
+            runs = ",".join(str(len(run)) for run in self.query_heads)
+            parts.append(f"or uneven_heads=True ({runs}: {self.imbalance:.0%} imbalance)")
+        return "; ".join(parts) + "."
+
+    def _is_even_at(self, tensor: int, ulysses: int) -> bool:
+        try:
+            return HeadLayout(self.num_heads, self.num_kv_heads, ulysses, tensor).kind != "uneven"
+        except HeadDivisibilityError:
+            return False
+
 
 def _regular(heads: int, kv_heads: int) -> list[int]:
     return [head * kv_heads // heads for head in range(heads)]
@@ -215,34 +237,8 @@ def _uneven_error(layout: HeadLayout) -> HeadDivisibilityError:
         f"{layout.num_kv_heads} / {tensor} -> {kv} key/value heads; {left}.",
         f"ulysses_parallel_size divides the query heads of a tensor-parallel rank ({heads}), "
         f"and divides or is a multiple of its key/value heads ({kv}).",
-        _nearest_even(layout),
+        layout.nearest_even(),
     )
-
-
-def _nearest_even(layout: HeadLayout) -> str:
-    """The nearest Ulysses sizes, and tensor-parallel sizes, whose layout is not uneven."""
-
-    def even(tensor: int, ulysses: int) -> bool:
-        try:
-            candidate = HeadLayout(layout.num_heads, layout.num_kv_heads, ulysses, tensor)
-        except HeadDivisibilityError:
-            return False
-        return candidate.kind != "uneven"
-
-    tensor, ulysses = layout.tensor_model_parallel_size, layout.ulysses_parallel_size
-    sizes = [n for n in range(1, layout.local_heads + 1) if even(tensor, n)]
-    below = [n for n in sizes if n < ulysses][-1:]
-    above = [n for n in sizes if n > ulysses][:1]
-    parts = [
-        f"ulysses_parallel_size {_join(below + above)} with tensor_model_parallel_size {tensor}"
-    ]
-    other = [n for n in range(1, layout.num_heads + 1) if n != tensor and even(n, ulysses)]
-    if other:
-        nearest = min(other, key=lambda n: (abs(n - tensor), n))
-        parts.append(f"{ulysses} with tensor_model_parallel_size {nearest}")
-    runs = ",".join(str(len(run)) for run in layout.query_heads)
-    parts.append(f"or uneven_heads=True ({runs}: {layout.imbalance:.0%} imbalance).")
-    return "; ".join(parts)
 
 
 def _sizes(layout: HeadLayout) -> str:

@@ -1,0 +1,154 @@
+"""The verb: moves tensors between "split by sequence" and "split by heads".
+
+One grouped exchange carries any number of tensors (Q, K and V; or O), differentiably. The
+backward pass of each direction is the other direction, so a layer makes four exchanges per
+step. Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import transport
+from .parallel_state.errors import ParallelConfigError
+from .transport import Cut
+
+__all__ = ["Cut", "heads_to_sequence", "sequence_to_heads"]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """What both directions need to know, and what their backward passes hand to each other."""
+
+    group: dist.ProcessGroup
+    cuts: tuple[Cut, ...]
+    by_sequence_batch_first: bool  # memory order of the tensors split by sequence
+    by_heads_batch_first: bool  # memory order of the tensors split by heads
+    transport: str
+
+
+def sequence_to_heads(
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[Cut],
+    group: dist.ProcessGroup,
+    *,
+    by_sequence_batch_first: bool = False,
+    by_heads_batch_first: bool = False,
+    transport: str = "auto",
+) -> tuple[torch.Tensor, ...]:
+    """Gathers the sequence and splits the heads of all `tensors` in one grouped exchange.
+
+    =========  =======================================================
+    forward    [s_r, b, h, d] -> [s, b, h_r, d]
+    backward   [s, b, h_r, d] -> [s_r, b, h, d], summed over the ranks that held the same head
+    =========  =======================================================
+
+    Args:
+        tensors: each [s_r, b, h, d] with any strides; h and d may differ between them.
+        cuts: for each tensor its `SequenceLayout` and the heads of every rank.
+        group: the Ulysses group.
+        by_sequence_batch_first: give gradients back in [b, s_r, h, d] memory order.
+        by_heads_batch_first: give the results [b, s, h_r, d] memory order (the returned shape
+            is [s, b, h_r, d] all the same).
+        transport: 'p2p' (one coalesced batch of sends and receives, no packing on arrival),
+            'all_to_all' (one all_to_all_single over a packed buffer), or 'auto'.
+
+    Raises:
+        ParallelConfigError: a tensor does not have the shape that its cut says.
+    """
+    if group.size() == 1:
+        return tuple(tensors)
+    for tensor, cut in zip(tensors, cuts, strict=True):
+        _check(tensor, cut, group, by_heads=False)
+    route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
+    return tuple(_SequenceToHeads.apply(route, *tensors))
+
+
+def heads_to_sequence(
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[Cut],
+    group: dist.ProcessGroup,
+    *,
+    by_sequence_batch_first: bool = False,
+    by_heads_batch_first: bool = False,
+    transport: str = "auto",
+) -> tuple[torch.Tensor, ...]:
+    """Splits the sequence and gathers the heads of all `tensors` in one grouped exchange.
+
+    The adjoint of `sequence_to_heads`: a head held by several ranks is summed over them.
+
+    =========  =======================================================
+    forward    [s, b, h_r, d] -> [s_r, b, h, d]
+    backward   [s_r, b, h, d] -> [s, b, h_r, d]
+    =========  =======================================================
+
+    Arguments and errors as in `sequence_to_heads`. `by_heads_batch_first` is the memory order
+    that `tensors` have; one that has another is copied first.
+    """
+    if group.size() == 1:
+        return tuple(tensors)
+    for tensor, cut in zip(tensors, cuts, strict=True):
+        _check(tensor, cut, group, by_heads=True)
+    route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
+    return tuple(_HeadsToSequence.apply(route, *tensors))
+
+
+class _SequenceToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.route = route
+        return transport.gather_sequence(
+            tensors, route.cuts, route.group, route.by_heads_batch_first, route.transport
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *_HeadsToSequence.apply(ctx.route, *gradients))
+
+
+class _HeadsToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.route = route
+        return transport.scatter_sequence(
+            tensors,
+            route.cuts,
+            route.group,
+            route.by_heads_batch_first,
+            route.by_sequence_batch_first,
+            route.transport,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *_SequenceToHeads.apply(ctx.route, *gradients))
+
+
+def _check(tensor: torch.Tensor, cut: Cut, group: dist.ProcessGroup, *, by_heads: bool) -> None:
+    rank, size = group.rank(), group.size()
+    if (cut.sequence.group_size, len(cut.heads)) != (size, size):
+        raise ParallelConfigError(
+            f"An exchange over a group of {size} ranks with a sequence layout for "
+            f"{cut.sequence.group_size} and a head layout for {len(cut.heads)}.",
+            rule="layouts are built for the size of the Ulysses group",
+        )
+    if by_heads:
+        expected = (cut.sequence.sequence_length, len(cut.heads[rank]))
+    else:
+        expected = (cut.sequence.lengths[rank], cut.num_heads)
+    if tensor.dim() != 4 or (tensor.size(0), tensor.size(2)) != expected:
+        raise ParallelConfigError(
+            f"Rank {rank} of {size} gave a tensor of shape {list(tensor.shape)} "
+            f"to {'heads_to_sequence' if by_heads else 'sequence_to_heads'}.",
+            f"Its layout says {expected[0]} tokens and {expected[1]} heads: "
+            f"[{expected[0]}, b, {expected[1]}, d]. Tokens per rank: "
+            f"{list(cut.sequence.lengths)}.",
+            "every rank holds the tokens that the sequence layout gives it; without a layout "
+            "all ranks hold equally many",
+            "pass sequence_layout=SequenceLayout.from_lengths([...]) with the true lengths.",
+        )
