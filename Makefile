@@ -1,0 +1,62 @@
+# make pretrain    a virtual environment, data, and a training run, from nothing but Python >= 3.10
+# make test        the whole test suite
+# Options: PYTHON=python3.12 VENV=.venv312 CONFIG=examples/configs/....yaml ARGS="--batch...=.."
+
+PYTHON ?= python3
+VENV ?= .venv
+DATA ?= runs/data/python_stdlib
+CONFIG ?=
+ARGS ?=
+TESTS ?=
+export OMP_NUM_THREADS ?= 1
+
+BIN := $(VENV)/bin
+# The pins that are tested for this Python; an empty PINS= takes whatever pip finds.
+PINS ?= $(shell $(PYTHON) -c "import sys; print('requirements/megatron-0.%d.txt' % (19 if sys.version_info >= (3, 12) else 16))")
+
+.PHONY: help pretrain test parity fuzz test-gpu benchmark lint typecheck venv venv-train data clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# //p' Makefile
+	@echo "Also: parity, benchmark, lint, typecheck, data, venv, clean"
+
+# One stamp per set of extras: a broken or interrupted install is done again.
+$(VENV)/.installed-%: pyproject.toml setup.py requirements/*.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'Python >= 3.10 is needed, $(PYTHON) is ' + sys.version.split()[0])"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing ulysses-mc[$*] into $(VENV); this takes some minutes the first time"
+	$(BIN)/python -m pip install -q $(if $(PINS),-c $(PINS)) -e '.[$*]'
+	@touch $@
+
+venv: $(VENV)/.installed-dev
+venv-train: $(VENV)/.installed-train
+
+data: $(DATA)/data.json
+$(DATA)/data.json: | $(VENV)/.installed-train
+	$(BIN)/python examples/prepare_data.py --output $(DATA)
+
+pretrain: $(VENV)/.installed-train $(DATA)/data.json
+	PATH="$(abspath $(BIN)):$$PATH" CONFIG="$(CONFIG)" examples/pretrain_gpt.sh $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(TESTS)
+
+parity: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/parity $(TESTS)
+
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+benchmark: $(VENV)/.installed-dev $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/exchange.py $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(VENV)/.installed-dev
+	$(BIN)/mypy ulysses_mc parallel_state layers
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,85 @@
+"""examples/prepare_data.py and the checks of .bin/.idx files: real files, real tokenizer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "prepare_data.py"
+TEXTS = {
+    "a.txt": "Grüße, 世界! tabs\tand\r\nlines\n" * 40,
+    "b.txt": "def f(x):\n    return x\n" * 60,
+}
+
+
+def prepare(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=120
+    )
+
+
+def only_error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The error message of a run that must have failed as a user's mistake."""
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("error: ")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepare")
+    (folder / "in").mkdir()
+    for name, text in TEXTS.items():
+        (folder / "in" / name).write_bytes(text.encode())
+    (folder / "in" / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    done = prepare("--input", folder / "in", "--output", folder / "out", "--vocab-size", 300)
+    assert done.returncode == 0, done.stderr
+    assert "left out 1 files" in done.stderr
+    return folder / "out"
+
+
+def test_megatron_reads_back_the_text(prepared: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from tokenizers import Tokenizer
+
+    dataset = IndexedDataset(str(prepared / "text"))
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    assert len(dataset) == 2
+    for ids, text in zip(dataset, TEXTS.values(), strict=True):
+        assert ids[-1] == tokenizer.token_to_id("<|endoftext|>")
+        assert tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
+
+
+def test_data_json_states_the_entropy_of_the_tokens(prepared: Path) -> None:
+    facts = json.loads((prepared / "data.json").read_text())
+    tokens = np.fromfile(prepared / "text.bin", dtype=np.uint16)
+    assert facts["tokens"] == len(tokens) and facts["documents"] == 2
+    share = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    assert facts["unigram_entropy_nats"] == pytest.approx(-(share * np.log(share)).sum(), abs=1e-5)
+
+
+def test_nothing_is_left_behind_beside_the_output(prepared: Path) -> None:
+    assert sorted(os.listdir(prepared)) == ["data.json", "text.bin", "text.idx", "tokenizer.json"]
+    assert sorted(os.listdir(prepared.parent)) == ["in", "out"]
+
+
+def test_bad_input_is_one_clear_line(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out"
+    cases = [
+        (["--input", tmp_path / "none", "--output", out], "is not a folder"),
+        (["--input", tmp_path / "empty", "--output", out], "no file below"),
+        (["--input", prepared.parent / "in", "--output", out, "--vocab-size", 10], "needs 258"),
+        (["--input", prepared.parent / "in", "--output", prepared], "--overwrite replaces it"),
+    ]
+    for args, message in cases:
+        assert message in only_error_line(prepare(*args))
+    assert not out.exists()
