@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import ParallelConfigError
 
@@ -77,7 +77,8 @@ def _sizes_that_fit(config: ParallelConfig, world_size: int, name: str) -> list[
     lowest = 2 if name.startswith("pipeline") and config.virtual_pipeline_model_parallel_size else 1
 
     def fits(size: int) -> bool:
-        return not misfits(replace(config, **{name: size}), world_size)
+        changed: dict[str, Any] = {name: size}
+        return not misfits(replace(config, **changed), world_size)
 
     divisors = [size for size in range(lowest, world_size + 1) if world_size % size == 0]
     below = [size for size in divisors if size < now and fits(size)][-1:]

@@ -78,7 +78,11 @@ def draw_groups(
     spans = [len({rank // ranks_per_node for rank in group}) for group in groups]
     spread = f"{min(spans)}" if min(spans) == max(spans) else f"{min(spans)} to {max(spans)}"
     width = len(str(grid.world_size - 1)), len(str(len(groups) - 1))
-    title = f"{' x '.join(axes)}: groups x ranks {len(groups)} x {len(groups[0])}, nodes {len(nodes)}; a group spans {spread} node{'s' if max(spans) > 1 else ''}. Cells: rank:group"
+    title = (
+        f"{' x '.join(axes)}: {_count(len(groups), 'group')} of {_count(len(groups[0]), 'rank')} "
+        f"on {_count(len(nodes), 'node')}; a group spans {spread} {_plural(max(spans), 'node')}. "
+        "Cells: rank:group"
+    )
 
     def line(index: int) -> str:
         cells = (f"{rank:>{width[0]}}:{number[rank]:<{width[1]}}" for rank in nodes[index])
@@ -101,6 +105,14 @@ def short_list(ranks: Sequence[int], limit: int = 8) -> str:
     if len(ranks) <= limit:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+def _plural(number: int, noun: str) -> str:
+    return noun if number == 1 else f"{noun}s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {_plural(number, noun)}"
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

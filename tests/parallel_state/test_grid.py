@@ -120,8 +120,8 @@ def test_all_groups_of_100000_ranks_in_two_seconds():
     )
     grid = RankGrid(config, 100_000)
     kinds = [
-        ("tp",), ("ulysses",), ("ring",), ("cp",), ("dp",), ("pp",), ("dp", "ulysses"), ("dp", "cp"),
-        ("tp", "pp"), ("tp", "cp"), ("ep",), ("etp",), ("edp",), ("etp", "ep", "pp"),
+        ("tp",), ("ulysses",), ("ring",), ("cp",), ("dp",), ("pp",), ("dp", "ulysses"),
+        ("dp", "cp"), ("tp", "pp"), ("tp", "cp"), ("ep",), ("etp",), ("edp",), ("etp", "ep", "pp"),
     ]  # fmt: skip
     start = time.process_time()
     counts = [len(grid.groups(*axes)) for axes in kinds]
