@@ -19,7 +19,15 @@ if (_root / "setup.py").is_file() and (_root / "parallel_state" / "__init__.py")
     __path__.append(str(_root))
 
 if TYPE_CHECKING:
+    from .batch import shard_batch, shift_labels
     from .head_layout import HeadLayout
+    from .loss import (
+        cross_entropy,
+        linear_cross_entropy,
+        megatron_token_loss,
+        token_count,
+        token_mean_loss,
+    )
     from .parallel_state.errors import HeadDivisibilityError, ParallelConfigError
     from .sequence_layout import SequenceLayout
 
@@ -31,8 +39,27 @@ _EXPORTS = {
     "HeadLayout": "head_layout",
     "ParallelConfigError": "parallel_state.errors",
     "SequenceLayout": "sequence_layout",
+    "cross_entropy": "loss",
+    "linear_cross_entropy": "loss",
+    "megatron_token_loss": "loss",
+    "shard_batch": "batch",
+    "shift_labels": "batch",
+    "token_count": "loss",
+    "token_mean_loss": "loss",
 }
-__all__ = ["HeadDivisibilityError", "HeadLayout", "ParallelConfigError", "SequenceLayout"]
+__all__ = [
+    "HeadDivisibilityError",
+    "HeadLayout",
+    "ParallelConfigError",
+    "SequenceLayout",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "megatron_token_loss",
+    "shard_batch",
+    "shift_labels",
+    "token_count",
+    "token_mean_loss",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,170 @@
+"""Cuts a batch into the tokens of one rank, every per-token tensor by one rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .parallel_state.errors import ParallelConfigError
+from .sequence_layout import SequenceLayout
+
+# Attention sees whole sequences, so what describes whole sequences stays whole.
+WHOLE = ("attention_mask", "attention_bias", "packed_seq_params")
+WHOLE_PREFIXES = ("cu_seqlens", "max_seqlen")
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    layout: SequenceLayout,
+    rank: int,
+    *,
+    dim: int = 1,
+    dims: Mapping[str, int] | None = None,
+    whole: Sequence[str] = (),
+) -> dict[str, Any]:
+    """This rank's tokens of every tensor of a batch: [b, s, ...] -> [b, s_r, ...].
+
+    The one rule: a tensor is per-token, and is cut along its sequence dim, unless its name says
+    that it is not. Labels must have been shifted globally before (`shift_labels`; Megatron's
+    GPTDataset has done so).
+
+    Stays as it is: None; what is no tensor, and tensors without dims; `attention_mask` (of any
+    shape) and `attention_bias`, because attention sees whole sequences; `cu_seqlens*` and
+    `max_seqlen*`, which are global by convention; what `whole` names (one number per sample, for
+    instance); a tensor that has this rank's length already.
+
+    Args:
+        batch: names to tensors. [b, s, ...], or [t, ...] with `dim=0` for packed tokens.
+        layout: the tokens of each rank of the Ulysses group (of the whole ring x Ulysses group
+            with ring attention).
+        rank: this rank in that group.
+        dim: the sequence dim.
+        dims: sequence dim of single tensors that have it elsewhere, e.g. `{"embeddings": 0}`.
+        whole: names of further tensors that are not per-token.
+
+    Returns:
+        A new dict. `position_ids` [b, s_r] (or [t_r]) are made if the batch has none: positions
+        in the document if it has `cu_seqlens` or `cu_seqlens_q` (which then hold for every
+        sample), else in the sequence.
+
+    Raises:
+        ParallelConfigError: a per-token tensor's length is neither global nor local, named with
+            all numbers; `rank` is outside the layout; `cu_seqlens` does not fit.
+    """
+    if not 0 <= rank < layout.group_size:
+        raise ParallelConfigError(
+            f"A batch cut for rank {rank} by a layout over {layout.group_size} ranks.",
+            rule=f"the rank is its rank in the layout's group: 0 to {layout.group_size - 1}",
+        )
+    result: dict[str, Any] = {}
+    model: torch.Tensor | None = None  # a tensor that tells the batch size and the device
+    for name, value in batch.items():
+        result[name] = value
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or _stays_whole(name, whole):
+            continue
+        where = (dims or {}).get(name, dim)
+        result[name] = _shard_one(name, value, layout, rank, where)
+        if where == dim and (model is None or name in ("tokens", "input_ids")):
+            model = result[name]
+    if model is not None and result.get("position_ids") is None:
+        result["position_ids"] = _position_ids(batch, layout, rank, model, dim)
+    return result
+
+
+def document_boundaries(
+    cu_seqlens: torch.Tensor | Sequence[int], sequence_length: int
+) -> list[int]:
+    """`cu_seqlens` as a list from 0 to the sequence length; what lies after its end is padding,
+    and becomes a document of its own.
+
+    Args:
+        cu_seqlens: [documents + 1] or [1, documents + 1], not decreasing, from 0.
+
+    Raises:
+        ParallelConfigError: it does not start at 0, decreases, or ends behind the sequence.
+    """
+    if isinstance(cu_seqlens, torch.Tensor):
+        cu_seqlens = cu_seqlens.flatten().tolist()
+    cu = [int(x) for x in cu_seqlens]
+    if not cu or cu[0] != 0 or any(b < a for a, b in pairwise(cu)) or cu[-1] > sequence_length:
+        shown = cu if len(cu) <= 12 else [*cu[:6], "...", *cu[-5:]]
+        raise ParallelConfigError(
+            f"cu_seqlens {shown} for a sequence of {sequence_length} tokens.",
+            rule="cu_seqlens is global: it starts at 0, never decreases, and ends at the global "
+            "sequence length or, if padding follows, before it",
+        )
+    return cu if cu[-1] == sequence_length else [*cu, sequence_length]
+
+
+def shift_labels(
+    tokens: torch.Tensor,
+    *,
+    dim: int = -1,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    ignore_index: float = -100,
+) -> torch.Tensor:
+    """Next-token labels of the *whole* sequence, before it is cut: label i is token i + 1.
+
+    The last token of the sequence, and of each document, predicts nothing.
+
+    Shift once: not after Megatron's GPTDataset, not before a Hugging Face model's own loss. A
+    mask or weight per *predicted* token is shifted by the same call with `ignore_index=0`; for a
+    Megatron `loss_mask` made from labels, write `labels != -100`.
+
+    Args:
+        tokens: [.., s, ..], token ids, or labels not yet shifted (ignored ones stay ignored).
+        dim: the sequence dim.
+        cu_seqlens: global document boundaries, for every sample alike.
+        ignore_index: written at document ends.
+
+    Returns:
+        A new tensor like `tokens`.
+
+    Raises:
+        ParallelConfigError: `cu_seqlens` does not fit the sequence, as when it was cut already.
+    """
+    labels = tokens.roll(-1, dim)
+    length = tokens.size(dim)
+    cu = document_boundaries([0] if cu_seqlens is None else cu_seqlens, length)
+    last = sorted({end - 1 for end in cu if end > 0})
+    return labels.index_fill_(dim, torch.tensor(last, device=labels.device).long(), ignore_index)
+
+
+def _stays_whole(name: str, whole: Sequence[str]) -> bool:
+    return name in WHOLE or name in whole or name.startswith(WHOLE_PREFIXES)
+
+
+def _shard_one(
+    name: str, tensor: torch.Tensor, layout: SequenceLayout, rank: int, dim: int
+) -> torch.Tensor:
+    size = tensor.size(dim) if -tensor.dim() <= dim < tensor.dim() else None
+    if size == layout.sequence_length:
+        return layout.shard(tensor, dim, rank).contiguous()  # so that `.view(-1)` works
+    if size == layout.lengths[rank]:
+        return tensor
+    what = "has no such dim" if size is None else f"has {size} tokens there"
+    raise ParallelConfigError(
+        f"Batch entry {name!r} of shape {list(tensor.shape)}, cut along dim {dim} for rank "
+        f"{rank} of {layout.group_size}.",
+        f"It {what}; the sequence has {layout.sequence_length}, this rank {layout.lengths[rank]}.",
+        "every per-token tensor holds either the whole sequence or this rank's tokens along its "
+        "sequence dim",
+        f"dims={{{name!r}: ...}} if its sequence dim is another; whole=({name!r},) if it is not "
+        "per-token.",
+    )
+
+
+def _position_ids(
+    batch: Mapping[str, Any], layout: SequenceLayout, rank: int, model: torch.Tensor, dim: int
+) -> torch.Tensor:
+    """[b, s_r] for `dim=1`, [s_r] for `dim=0`: whole-sequence positions, then cut."""
+    cu = batch.get("cu_seqlens")
+    cu = batch.get("cu_seqlens_q") if cu is None else cu
+    boundaries = None if cu is None else document_boundaries(cu, layout.sequence_length)
+    positions = torch.tensor(
+        layout.positions(rank, boundaries), dtype=torch.long, device=model.device
+    )
+    return positions if dim == 0 else positions.expand(model.size(0), -1)
