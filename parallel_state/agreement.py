@@ -6,10 +6,14 @@ import json
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from .errors import ParallelConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _RULE = "every rank starts with the same settings, world size and library versions."
 _VERDICT_MARGIN = timedelta(seconds=5)  # the other ranks wait longer for rank 0 than it for them
@@ -52,7 +56,7 @@ def check_agreement(settings: Mapping[str, object], timeout: timedelta) -> None:
         raise ParallelConfigError(*verdict.split("\t"))
 
 
-def _verdict(store: dist.Store, prefix: str, world_size: int, timeout: timedelta) -> str:
+def _verdict(store: Store, prefix: str, world_size: int, timeout: timedelta) -> str:
     """ "agreed", or the parts of the error separated by tabs."""
     deadline = monotonic() + timeout.total_seconds()
     answers = []
@@ -86,7 +90,7 @@ def find_differences(answers: list[dict[str, str]]) -> str:
     return "\n  ".join(lines)
 
 
-def _missing(store: dist.Store, prefix: str, world_size: int) -> str:
+def _missing(store: Store, prefix: str, world_size: int) -> str:
     absent = [rank for rank in range(world_size) if not store.check([f"{prefix}/{rank}"])]
     return _name_ranks(absent) if absent else "none"
 

@@ -11,22 +11,22 @@ def _data_axes(with_context_parallel: bool) -> tuple[str, ...]:
     return ("dp", "cp") if with_context_parallel else ("dp",)
 
 
-def get_data_parallel_group(*, with_context_parallel: bool = False) -> dist.ProcessGroup:
+def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
     """The data-parallel group; with context parallel, all ranks that hold the same weights."""
     return get_parallel_state().group(*_data_axes(with_context_parallel))
 
 
-def get_data_parallel_rank(*, with_context_parallel: bool = False) -> int:
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """This rank's place in that group."""
     return get_parallel_state().rank(*_data_axes(with_context_parallel))
 
 
-def get_data_parallel_world_size(*, with_context_parallel: bool = False) -> int:
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """Size of that group."""
     return get_parallel_state().world_size(*_data_axes(with_context_parallel))
 
 
-def get_data_parallel_src_rank(*, with_context_parallel: bool = False) -> int:
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Global rank of its first member."""
     return get_parallel_state().ranks(*_data_axes(with_context_parallel))[0]
 

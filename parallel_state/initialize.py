@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import __version__
+from ulysses_mc import __version__
+
 from . import megatron_groups
 from .agreement import check_agreement
 from .config import ParallelConfig

@@ -60,7 +60,7 @@ class ParallelState(DeepSpeedNames):
         global_rank: int,
         *,
         adopted: Mapping[Axes, dist.ProcessGroup] | None = None,
-        created: Mapping[Axes | tuple[int, ...], dist.ProcessGroup] | None = None,
+        created: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         num_groups_created: int = 0,
         started_megatron: bool = False,
     ) -> None:
