@@ -44,7 +44,7 @@ def mean_and_gradient(
     dist.all_reduce(grad)
     grad /= dist.get_world_size() if divisor is None else divisor
     report = megatron_token_loss(batch["x"], batch["weights"], dist.group.WORLD)[2]["lm loss"]
-    return float(loss), float(grad), float(report[0] / report[1]), wire.exchanges
+    return float(loss.detach()), float(grad), float(report[0] / report[1]), wire.exchanges
 
 
 @pytest.mark.parametrize("divisor", [None, 1.0, 2.0])
@@ -76,7 +76,7 @@ def two_micro_batches() -> tuple[float, float]:
         sums = masked_sum(w * batch["x"], batch["m"])
         loss = token_mean_loss(*sums, dist.group.WORLD, total_count=total)
         loss.backward()
-        value += float(loss)
+        value += float(loss.detach())
     grad = w.grad.clone()
     dist.all_reduce(grad, op=dist.ReduceOp.SUM)
     return value, float(grad) / 4

@@ -1,0 +1,80 @@
+"""The loss functions against torch's own, and the memory that chunks are there to bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ulysses_mc import cross_entropy, linear_cross_entropy
+
+TOKENS, D, VOCABULARY = 50, 6, 40
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any operator's result had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.fixture
+def data() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    labels = torch.randint(0, VOCABULARY, (5, 10))
+    labels[torch.rand(5, 10) < 0.3] = -100
+    weights = torch.rand(5, 10)
+    weights[0] = 0
+    return {
+        "hidden": torch.randn(5, 10, D).double().requires_grad_(),
+        "weight": torch.randn(VOCABULARY, D).double().requires_grad_(),
+        "bias": torch.randn(VOCABULARY).double().requires_grad_(),
+        "labels": labels,
+        "weights": weights,
+    }
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 7, 1024, None])
+def test_sum_count_and_gradients_are_torchs(data, weighted: bool, chunk_size: int | None) -> None:
+    hidden, weight, bias, labels = (data[n] for n in ("hidden", "weight", "bias", "labels"))
+    weights = data["weights"] if weighted else None
+    leaves = (hidden, weight, bias)
+    each = F.cross_entropy(F.linear(hidden, weight, bias).mT, labels, reduction="none")
+    right_sum = (each * (1 if weights is None else weights)).sum()  # 0 at label -100
+    ones = torch.ones(5, 10) if weights is None else weights
+    right_count = ones[labels != -100].double().sum()
+    expected = torch.autograd.grad(right_sum, leaves)
+
+    if chunk_size is None:
+        total, count = cross_entropy(F.linear(hidden, weight, bias), labels, weights)
+    else:
+        total, count = linear_cross_entropy(
+            hidden, weight, labels, weights, bias=bias, chunk_size=chunk_size
+        )
+    torch.testing.assert_close((total, count), (right_sum, right_count))
+    for ours, theirs in zip(torch.autograd.grad(total, leaves), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_no_tensor_has_more_rows_of_logits_than_a_chunk(data) -> None:
+    arguments = data["hidden"], data["weight"], data["labels"]
+    with LargestTensor() as chunked:
+        linear_cross_entropy(*arguments, chunk_size=4)[0].backward()
+    with LargestTensor() as at_once:
+        linear_cross_entropy(*arguments)[0].backward()
+    assert chunked.elements <= max(4 * VOCABULARY, TOKENS * D, VOCABULARY * D)
+    assert at_once.elements == int((data["labels"] != -100).sum()) * VOCABULARY
+
+
+def test_low_precision_is_summed_in_float32(data) -> None:
+    hidden, weight = data["hidden"].bfloat16().detach(), data["weight"].bfloat16().detach()
+    total, count = linear_cross_entropy(hidden, weight, data["labels"], chunk_size=5)
+    assert total.dtype == torch.float32 and count.dtype == torch.float64
