@@ -26,7 +26,7 @@ def check_agreement(settings: Mapping[str, object], timeout: timedelta) -> None:
     default group would do too, but needs a device under NCCL and hangs when a rank is missing.
 
     Args:
-        settings: name -> value; compared by `repr`.
+        settings: name -> value; compared by `repr`, functions by their names.
         timeout: how long rank 0 waits for all ranks.
 
     Raises:
@@ -40,7 +40,7 @@ def check_agreement(settings: Mapping[str, object], timeout: timedelta) -> None:
     # Counted in the store rather than here: a new store starts anew, and so does the count.
     attempt = store.add(f"ulysses_mc/agreement/attempts/{rank}", 1)
     prefix = f"ulysses_mc/agreement/{attempt}"
-    store.set(f"{prefix}/{rank}", json.dumps({name: repr(v) for name, v in settings.items()}))
+    store.set(f"{prefix}/{rank}", json.dumps({name: _text(v) for name, v in settings.items()}))
     if rank == 0:
         store.set(f"{prefix}/verdict", _verdict(store, prefix, world_size, timeout))
     try:
@@ -54,6 +54,15 @@ def check_agreement(settings: Mapping[str, object], timeout: timedelta) -> None:
     verdict = store.get(f"{prefix}/verdict").decode()
     if verdict != "agreed":
         raise ParallelConfigError(*verdict.split("\t"))
+
+
+def _text(value: object) -> str:
+    """`repr`, without the addresses that differ between processes."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.items())) or "none"
+    if callable(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
+    return repr(value)
 
 
 def _verdict(store: Store, prefix: str, world_size: int, timeout: timedelta) -> str:

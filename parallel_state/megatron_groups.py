@@ -55,8 +55,10 @@ def start_or_adopt(grid: RankGrid, options: Mapping[str, Any]) -> bool:
     from megatron.core import parallel_state as mpu
 
     check_megatron_accepts(grid, options, mpu.initialize_model_parallel)
-    config, started = grid.config, not mpu.model_parallel_is_initialized()
-    if started:
+    config = grid.config
+    if mpu.model_parallel_is_initialized():
+        return False
+    try:
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -68,7 +70,10 @@ def start_or_adopt(grid: RankGrid, options: Mapping[str, Any]) -> bool:
             order=config.megatron_order,
             **options,
         )
-    return started
+    except BaseException:
+        destroy()  # else the next attempt meets half of this one
+        raise
+    return True
 
 
 def adopt(grid: RankGrid, rank: int) -> dict[tuple[str, ...], dist.ProcessGroup]:
