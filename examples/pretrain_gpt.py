@@ -1,0 +1,48 @@
+"""Pretrains a Megatron-core GPT (or hybrid) model with tensor, pipeline, data and Ulysses
+parallelism, on GPUs over NCCL or on CPU processes over gloo.
+
+    torchrun --nproc-per-node 8 examples/pretrain_gpt.py --config examples/configs/cpu_demo.yaml
+
+`examples/pretrain_gpt.sh` does the same with checks first. Options: `--help`, or read
+`examples/pretraining/config.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from pretraining.config import parse
+from pretraining.errors import UserError
+from pretraining.preflight import check, ranks_per_node
+
+
+def main() -> int:
+    try:
+        request = parse()
+        config = request.config
+        if request.processes is not None:
+            print(ranks_per_node(config, request.processes))
+            return 0
+        shape = check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        if request.check:
+            print(shape.describe())
+            return 0
+        from pretraining.run import run
+
+        return run(config, shape)
+    except UserError as error:
+        message = str(error)
+    except ValueError as error:
+        from ulysses_mc import ParallelConfigError
+
+        if not isinstance(error, ParallelConfigError):
+            raise
+        message = str(error)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node have the same to say
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":  # Megatron's checkpoint writer starts processes that import this file
+    sys.exit(main())

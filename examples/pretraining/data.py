@@ -1,0 +1,125 @@
+"""Megatron's GPTDataset over .bin/.idx files, and which rank reads which sample.
+
+The order of samples is a property of the run, not of its layout: sample n is the n-th of
+Megatron's shuffled order, whatever the number of ranks. A step takes the next
+global_batch_size samples; data-parallel ranks share them out, and every tensor, Ulysses, ring
+and pipeline rank of one replica reads the same ones. So a run continues at a number of consumed
+samples under any other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import Config
+from .errors import UserError
+from .preflight import blend, describe_data
+
+
+def microbatch_samples(
+    consumed: int, accumulation_steps: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[list[int]]:
+    """The sample numbers of each micro-batch of one step for one data-parallel rank.
+
+    Over all data-parallel ranks: the numbers from `consumed` on, each once.
+    """
+    width = micro_batch_size * dp_size
+    starts = (consumed + m * width + dp_rank * micro_batch_size for m in range(accumulation_steps))
+    return [list(range(start, start + micro_batch_size)) for start in starts]
+
+
+def build_datasets(
+    config: Config, seq_length: int, train_samples: int | None, valid_samples: int | None
+) -> tuple[Any, Any]:
+    """Training and validation GPTDataset; None where the split gives no part to one.
+
+    Args:
+        seq_length: tokens of a sample, before padding.
+        train_samples: samples that the run will read; None: one pass over the data.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    cache = Path(config.data.cache or Path(config.output) / "data_cache")
+    refuse_pickled_arrays(cache)
+    options = GPTDatasetConfig(
+        random_seed=config.training.seed,
+        sequence_length=seq_length,
+        blend=blend(config),
+        split=config.data.split,
+        path_to_cache=str(cache),
+        tokenizer=describe_data(config),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=config.data.eod_mask_loss,
+        create_attention_mask=False,  # of 128K x 128K; the attention is causal anyway
+    )
+    try:
+        builder = BlendedMegatronDatasetBuilder(
+            GPTDataset, [train_samples, valid_samples, None], lambda: True, options
+        )
+        train, valid, _ = builder.build()
+    except AssertionError as error:
+        raise UserError(f"Megatron refuses data.path {config.data.path}: {error}") from error
+    return train, valid
+
+
+def refuse_pickled_arrays(cache: Path) -> None:
+    """Megatron reads its cached indices with allow_pickle: an array of objects runs code."""
+    import numpy as np
+
+    for path in sorted(cache.glob("*.npy")):
+        with path.open("rb") as stream:
+            try:
+                np.lib.format.read_magic(stream)
+                _, _, dtype = np.lib.format.read_array_header_1_0(stream)
+            except ValueError as error:
+                raise UserError(f"cached index {path} is damaged ({error}); remove it") from None
+        if dtype.hasobject:
+            raise UserError(f"cached index {path} holds pickled objects; remove it")
+
+
+class Batches:
+    """The micro-batches of one rank, as dicts of whole (not yet sharded) sequences.
+
+    Args:
+        dataset: what indexing gives {tokens, labels, loss_mask, position_ids}, each [s].
+        padded_seq_length: s after padding; added tokens have loss_mask 0.
+        dp_rank, dp_size: place in the data-parallel group.
+
+    A sample beyond the end of the dataset is a copy of the last one with loss_mask 0, so that an
+    evaluation may end in the middle of a batch.
+    """
+
+    def __init__(self, dataset: Any, padded_seq_length: int, dp_rank: int, dp_size: int) -> None:
+        self.dataset, self.length = dataset, padded_seq_length
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+
+    def step(
+        self, consumed: int, accumulation_steps: int, micro_batch_size: int
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields the accumulation_steps micro-batches of one step, each value [b, s]."""
+        for numbers in microbatch_samples(
+            consumed, accumulation_steps, micro_batch_size, self.dp_rank, self.dp_size
+        ):
+            samples = [self.sample(n) for n in numbers]
+            yield {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+
+    def sample(self, number: int) -> dict[str, torch.Tensor]:
+        inside = number < len(self.dataset)
+        item = self.dataset[number if inside else len(self.dataset) - 1]
+        extra = self.length - item["tokens"].numel()
+        pad = torch.nn.functional.pad
+        mask = item["loss_mask"] if inside else torch.zeros_like(item["loss_mask"])
+        return {
+            "tokens": pad(item["tokens"], (0, extra)),
+            "labels": pad(item["labels"], (0, extra)),
+            "loss_mask": pad(mask, (0, extra)),
+            "position_ids": torch.arange(self.length),
+        }

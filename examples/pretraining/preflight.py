@@ -1,0 +1,236 @@
+"""Everything about a config that can be known to be wrong before a process group exists.
+
+Pure arithmetic and a look at the data files: no torch, no Megatron, under a second.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from ulysses_mc.parallel_state import ParallelConfigError, RankGrid
+
+from .config import Config
+from .errors import UserError
+from .indexed import open_checked
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """What the data files say about their tokens; Megatron's dataset takes it as its tokenizer."""
+
+    vocab_size: int
+    eod: int
+    pad: int
+    source: str
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        """Part of the hash that names Megatron's cached sample indices."""
+        return {"class": "DataDescription", "vocab_size": self.vocab_size, "eod": self.eod}
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The arithmetic of a run: who shares what, how many samples and tokens make a step."""
+
+    grid: RankGrid
+    micro_batch_size: int
+    accumulation_steps: int
+    seq_length: int
+    """tokens of a sample in the data"""
+    padded_seq_length: int
+    """tokens of a sample in the model: a multiple of what the token order needs"""
+    token_multiple: int
+    """what the padded length is a multiple of"""
+    vocab_size: int
+    padded_vocab_size: int
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.grid.size("dp")
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.data_parallel_size * self.accumulation_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the data, padding not counted."""
+        return self.global_batch_size * self.seq_length
+
+    def describe(self) -> str:
+        """The batch arithmetic, for people."""
+        sizes = self.grid.sizes
+        shards = sizes["cp"]
+        lines = [
+            f"world size {self.grid.world_size} = tensor {sizes['tp']} x pipeline {sizes['pp']} x "
+            f"ulysses {sizes['ulysses']} x ring {sizes['ring']} x data {sizes['dp']}",
+            f"global batch {self.global_batch_size} samples = micro batch "
+            f"{self.micro_batch_size} x data {sizes['dp']} x {self.accumulation_steps} "
+            f"accumulation steps; {self.tokens_per_step} tokens per step",
+            f"sequence {self.padded_seq_length} tokens over {shards} ulysses x ring ranks: "
+            f"{self.padded_seq_length // shards} tokens on each",
+        ]
+        if self.padded_seq_length != self.seq_length:
+            extra = self.padded_seq_length - self.seq_length
+            lines.append(
+                f"samples of {self.seq_length} tokens are padded by {extra} tokens that the loss "
+                f"leaves out: Megatron's token order needs a multiple of {self.token_multiple}"
+            )
+        return "\n".join(lines)
+
+
+def token_multiple(config: Config, grid: RankGrid) -> int:
+    """What the sequence length is a multiple of inside Megatron.
+
+    Its token order cuts the sequence into 2P chunks (P = ulysses x ring > 1); its option
+    sequence_parallel cuts each rank's tokens once more, over the tensor-parallel ranks.
+    """
+    cut_by_tensor = bool(config.model.transformer.get("sequence_parallel"))
+    ranks, tensor = grid.size("cp"), grid.size("tp") if cut_by_tensor else 1
+    return ranks * lcm(2, tensor) if ranks > 1 else tensor
+
+
+def check(config: Config, world_size: int) -> RunShape:
+    """Checks `config` for that many ranks.
+
+    Raises:
+        ParallelConfigError, UserError: what is wrong, with the numbers and what would work.
+    """
+    grid = RankGrid(config.parallel, world_size)
+    _check_model(config, grid)
+    description = describe_data(config)
+    vocab = config.model.vocab_size or description.vocab_size
+    if vocab < description.vocab_size:
+        raise UserError(
+            f"model.vocab_size {vocab} is smaller than the data's vocabulary, "
+            f"{description.vocab_size} ({description.source})"
+        )
+    for prefix in data_prefixes(config):
+        open_checked(prefix, vocab)
+    multiple = token_multiple(config, grid)
+    step = config.model.make_vocab_size_divisible_by * grid.size("tp")
+    return RunShape(
+        grid=grid,
+        micro_batch_size=config.batch.micro_batch_size,
+        accumulation_steps=accumulation_steps(
+            grid, config.batch.micro_batch_size, config.batch.global_batch_size, "batch"
+        ),
+        seq_length=config.model.seq_length,
+        padded_seq_length=-(-config.model.seq_length // multiple) * multiple,
+        token_multiple=multiple,
+        vocab_size=vocab,
+        padded_vocab_size=-(-vocab // step) * step,
+    )
+
+
+def ranks_per_node(config: Config, gpus: int) -> int:
+    """One rank per GPU; without GPUs as many as one replica of the model takes."""
+    if config.device != "cpu" and gpus:
+        return gpus
+    return config.parallel.model_size * (config.parallel.data_parallel_size or 1)
+
+
+def accumulation_steps(grid: RankGrid, micro: int, total: int, group: str) -> int:
+    """Micro-batches of one rank in one step: total / (micro x data-parallel size), a whole number.
+
+    An interleaved pipeline also needs a multiple of its stages.
+    """
+    data, stages = grid.size("dp"), grid.size("pp")
+    chunks = grid.config.virtual_pipeline_model_parallel_size
+    unit = micro * data * (stages if chunks and chunks > 1 else 1)
+    if micro < 1 or total < 1 or total % unit:
+        product = f"micro_batch_size {micro} x data-parallel size {data}"
+        rule = f"{group}.global_batch_size is a multiple of {product}"
+        if unit != micro * data:
+            rule += f" x {stages} stages of the interleaved pipeline"
+        below, above = total // max(unit, 1) * unit, (total // max(unit, 1) + 1) * unit
+        raise ParallelConfigError(
+            f"{group}.global_batch_size {total} with {product}.",
+            f"{total} / {unit} is not a whole number of accumulation steps.",
+            f"{rule}.",
+            f"global_batch_size {f'{below} or ' if below > 0 else ''}{above}",
+        )
+    return total // (micro * data)
+
+
+def _check_model(config: Config, grid: RankGrid) -> None:
+    model, tensor = config.model, grid.size("tp")
+    heads = model.num_attention_heads
+    groups = model.num_query_groups or heads
+    _divides(heads, tensor, "model.num_attention_heads", "tensor_model_parallel_size")
+    if groups % tensor and tensor % groups:
+        raise ParallelConfigError(
+            f"{groups} key/value heads over tensor_model_parallel_size={tensor}.",
+            rule="num_query_groups divides, or is a multiple of, tensor_model_parallel_size.",
+            nearest=f"num_query_groups {tensor}",
+        )
+    _divides(heads, groups, "model.num_attention_heads", "model.num_query_groups")
+    stages = grid.size("pp") * (config.parallel.virtual_pipeline_model_parallel_size or 1)
+    if model.kind == "gpt":
+        _divides(model.num_layers, stages, "model.num_layers", "pipeline stages x chunks")
+    elif not model.hybrid_layer_pattern:
+        raise UserError("model.kind hybrid needs model.hybrid_layer_pattern, for example '*-*-'")
+    if model.seq_length < 1:
+        raise UserError(f"model.seq_length is {model.seq_length}; it is at least 1")
+
+
+def _divides(number: int, divisor: int, what: str, by: str) -> None:
+    if number < 1 or number % divisor:
+        near = [d for d in range(1, number + 1) if number % d == 0] or [1]
+        best = sorted(near, key=lambda d: abs(d - divisor))[:2]
+        raise ParallelConfigError(
+            f"{what} {number} over {by} {divisor}.",
+            f"{number} / {divisor} = {number / divisor:.3g}.",
+            f"{by} divides {what}.",
+            f"{by} {' or '.join(map(str, sorted(best)))} with {what} {number}; or {what} "
+            f"{max(1, round(number / divisor)) * divisor} with {by} {divisor}",
+        )
+
+
+def data_prefixes(config: Config) -> list[str]:
+    """The .bin/.idx prefixes of data.path, weights left out."""
+    return blend(config)[0]
+
+
+def blend(config: Config) -> tuple[list[str], list[float] | None]:
+    """data.path as (prefixes, weights or None)."""
+    path = config.data.path
+    if not path:
+        raise UserError("data.path names no data; examples/prepare_data.py makes some")
+    if len(path) == 1:
+        return list(path), None
+    weights = [_number(word) for word in path[::2]]
+    if all(w is None for w in weights):
+        return list(path), None
+    if len(path) % 2 or any(w is None for w in weights):
+        raise UserError(f"data.path {path}: prefixes alone, or weight and prefix in turn")
+    return list(path[1::2]), [float(w or 0.0) for w in weights]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def describe_data(config: Config) -> DataDescription:
+    """Reads the vocabulary and special tokens of the data (data.description)."""
+    prefix = data_prefixes(config)[0]
+    path = Path(config.data.description or Path(prefix).parent / "data.json")
+    try:
+        facts = json.loads(path.read_text())
+        values = [int(facts[k]) for k in ("vocab_size", "end_of_document", "padding")]
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing: it says vocab_size, end_of_document and padding of the data "
+            f"{prefix}; make it, name it with data.description, or run examples/prepare_data.py"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a description of data: {error!r}") from None
+    return DataDescription(*values, source=str(path))

@@ -1,0 +1,156 @@
+"""From a checked config to a finished run: process group, model, data, training, summary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import Config
+from .errors import UserError
+from .indexed import open_checked, unigram_entropy
+from .preflight import RunShape, data_prefixes
+
+
+def run(config: Config, shape: RunShape) -> int:
+    """Runs on every rank; returns the exit code."""
+    device = pick_device(config)
+    join_process_group(config, device)
+    try:
+        with on_device(device), quiet():
+            return _run(config, shape, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(config: Config, shape: RunShape, device: torch.device) -> int:
+    from megatron.core import tensor_parallel
+    from ulysses_mc.parallel_state import initialize_model_parallel
+
+    from . import checkpoint
+    from .data import build_datasets
+    from .model import build_model, build_optimizer, number_of_parameters
+    from .trainer import Trainer
+
+    if (path := checkpoint.find(config)) is not None:
+        checkpoint.check_run(path, config, shape)  # before minutes are spent on building a model
+    state = initialize_model_parallel(config.parallel, use_megatron=True)
+    torch.manual_seed(config.training.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+    model = build_model(config, shape, device)
+    optimizer = build_optimizer(config, model)
+    datasets, train_iters = _datasets(config, shape, build_datasets)
+    trainer = Trainer(config, shape, state, device, model, optimizer, datasets, train_iters)
+    parameters = number_of_parameters(model)
+    trainer.say(
+        f"{config.model.kind} model with {parameters:,} parameters in {config.training.precision} "
+        f"on {device.type} x {dist.get_world_size()}\n{shape.describe()}\n"
+        f"{train_iters} iterations, {train_iters * shape.global_batch_size} samples"
+    )
+    trainer.resume()
+    complete = trainer.train()
+    if trainer.log is not None:
+        summarize(config, trainer.log, complete)
+    return 0
+
+
+def _datasets(config: Config, shape: RunShape, build: Any) -> tuple[tuple[Any, Any], int]:
+    """Datasets, and the number of iterations: as configured, or one pass over the data."""
+    batch, wanted = shape.global_batch_size, config.training.train_iters
+    train, valid = build(config, config.model.seq_length, wanted and wanted * batch, None)
+    if train is None:
+        raise UserError(f"data.split {config.data.split!r} leaves no training data")
+    iterations = wanted or len(train) // batch
+    if iterations < 1:
+        raise UserError(
+            f"the training data holds {len(train)} samples of {config.model.seq_length} tokens, "
+            f"less than one global batch of {batch}"
+        )
+    length = config.evaluation.seq_length
+    if length and length != config.model.seq_length:
+        _, valid = build(config, length, 1, None)
+    return (train, valid), iterations
+
+
+def pick_device(config: Config) -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    available = torch.cuda.device_count() if config.device != "cpu" else 0
+    if config.device == "cuda" and not available:
+        raise UserError("device cuda: PyTorch finds no GPU")
+    if not available:
+        return torch.device("cpu")
+    if local_rank >= available:
+        raise UserError(
+            f"{os.environ.get('LOCAL_WORLD_SIZE', 1)} ranks on this node, {available} GPUs: "
+            "start one rank per GPU, or set device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def join_process_group(config: Config, device: torch.device) -> None:
+    """torchrun's world, or a world of one rank when started without it."""
+    options: dict[str, Any] = {
+        "backend": "nccl" if device.type == "cuda" else "gloo",
+        "timeout": timedelta(minutes=config.parallel.distributed_timeout_minutes),
+    }
+    if device.type == "cuda":
+        options["device_id"] = device
+    if "RANK" not in os.environ:
+        options.update(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(**options)
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Any:
+    """Megatron as it is on GPUs; on CPUs, what it takes from CUDA put in its place."""
+    if device.type == "cuda":
+        yield
+        return
+    from ulysses_mc import megatron_on_cpu
+
+    with megatron_on_cpu():
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    """Leaves out Megatron's remarks on packages that are not installed, and its own logging."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        yield
+
+
+def summarize(config: Config, log: Any, complete: bool) -> None:
+    """What was done and where it lies."""
+    entropy = unigram_entropy(open_checked(data_prefixes(config)[0]).tokens)
+    losses = [r["lm_loss"] for r in log.records() if r["kind"] == "train"]
+    if not losses:
+        print("nothing left to train: raise training.train_iters, or name another output")
+        return
+    last = sum(losses[-5:]) / len(losses[-5:])
+    relation = "below" if last < entropy else "not yet below"
+    print(
+        f"\n{'done' if complete else 'stopped by SIGTERM'}: loss {losses[0]:.3f} -> {last:.3f} "
+        f"(mean of the last {len(losses[-5:])}), {relation} {entropy:.3f}, the entropy of the "
+        "token frequencies:\nwhat a model reaches that knows how often each token occurs and "
+        "nothing about its context."
+    )
+    folder = Path(config.output)
+    latest = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        print(f"  checkpoint   {folder / 'checkpoints' / f'iter_{int(latest.read_text()):07d}'}")
+    print(f"  log          {log.path}")
+    if log.writer is not None:
+        print(f"  tensorboard  {folder / 'tensorboard'}")
+    if config.logging.plot and (plot := log.plot(entropy)) is not None:
+        print(f"  loss plot    {plot}")
+    log.close()

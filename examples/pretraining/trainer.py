@@ -1,0 +1,311 @@
+"""The training loop: Megatron's schedules, optimizer and checkpoints, and what goes around them."""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from ulysses_mc.parallel_state import ParallelState
+
+from ulysses_mc import SequenceLayout, shard_batch
+from ulysses_mc.loss import masked_sum
+
+from . import checkpoint
+from .checkpoint import Progress
+from .config import Config
+from .data import Batches
+from .flops import flops_per_step, peak_tflops
+from .log import Record, RunLog
+from .model import build_scheduler
+from .preflight import RunShape, accumulation_steps
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one step, equal on all ranks."""
+
+    loss: float
+    tokens: int
+    ranks_told_to_stop: int
+
+
+class Trainer:
+    """Everything a run holds. Build it on every rank, then `resume()` and `train()`."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: RunShape,
+        state: ParallelState,
+        device: torch.device,
+        model: list[Any],
+        optimizer: Any,
+        datasets: tuple[Any, Any],
+        train_iters: int,
+    ) -> None:
+        self.config, self.shape, self.state, self.device = config, shape, state, device
+        self.model, self.optimizer, self.train_iters = model, optimizer, train_iters
+        self.scheduler = build_scheduler(config, optimizer, train_iters)
+        self.train_data, self.valid_data = datasets
+        self.progress = Progress()
+        self.saved_at: int | None = None
+        self.log: RunLog | None = None
+        self.stop_requested = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._connect()
+
+    def _connect(self) -> None:
+        """The hooks through which Megatron's schedules call DDP and the optimizer."""
+        megatron = get_model_config(self.model[0])
+        megatron.finalize_model_grads_func = finalize_model_grads
+        megatron.grad_scale_func = self.optimizer.scale_loss
+        if self.config.optimizer.overlap_grad_reduce:
+            hooks = [chunk.no_sync for chunk in self.model]
+            megatron.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+
+    def _on_sigterm(self, *_: object) -> None:
+        self.stop_requested = True
+
+    # --- one step -------------------------------------------------------------------------
+
+    def run_batches(
+        self, batches: list[Iterator[Batch]], steps: int, micro: int, length: int, *, train: bool
+    ) -> StepResult:
+        """Runs `steps` micro-batches of `micro` samples of `length` tokens through the pipeline."""
+        reports = get_forward_backward_func()(
+            forward_step_func=self.forward_step,
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.model,
+            num_microbatches=steps,
+            seq_length=length,
+            micro_batch_size=micro,
+            decoder_seq_length=length,
+            forward_only=not train,
+        )
+        return self.total([r["lm loss"] for r in reports])
+
+    def forward_step(self, batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
+        batch = self.local_part(next(batches))
+        output = chunk(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"]
+        )  # last stage: loss of each token, [b, s/P]
+        return output, partial(sum_of_losses, batch["loss_mask"])
+
+    def local_part(self, batch: Batch) -> Batch:
+        """This rank's tokens of a batch, in Megatron's token order, on its device."""
+        length, ranks = batch["tokens"].size(1), self.state.world_size("cp")
+        make = SequenceLayout.zigzag if ranks > 1 else SequenceLayout.contiguous
+        part = shard_batch(batch, make(length, ranks), self.state.rank("cp"))
+        return {k: v.to(self.device, non_blocking=True) for k, v in part.items()}
+
+    def total(self, reports: list[torch.Tensor]) -> StepResult:
+        """Sum of losses over sum of tokens, over micro-batches, data and Ulysses ranks.
+
+        One all-reduce over all ranks: tensor-parallel peers and earlier stages add zero. It also
+        tells every rank how many ranks were asked to stop.
+        """
+        values = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if reports and self.state.rank("tp") == 0:
+            values[:2] = torch.stack(reports).double().sum(0)
+        values[2] = float(self.stop_requested)
+        dist.all_reduce(values)
+        loss, tokens, stop = values.tolist()
+        return StepResult(loss / tokens if tokens else 0.0, int(tokens), int(stop))
+
+    def train_step(self) -> tuple[StepResult, float, bool]:
+        """One step: (result, gradient norm, whether the optimizer skipped it)."""
+        shape, batch = self.shape, self.config.batch
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        source = Batches(
+            self.train_data,
+            shape.padded_seq_length,
+            self.state.rank("dp"),
+            shape.data_parallel_size,
+        )
+        # One iterator per model chunk: in an interleaved pipeline each asks for every batch.
+        batches = [
+            source.step(
+                self.progress.consumed_samples, shape.accumulation_steps, batch.micro_batch_size
+            )
+            for _ in self.model
+        ]
+        result = self.run_batches(
+            batches,
+            shape.accumulation_steps,
+            batch.micro_batch_size,
+            shape.padded_seq_length,
+            train=True,
+        )
+        if not math.isfinite(result.loss):
+            raise FloatingPointError(
+                f"the loss is {result.loss} at iteration {self.progress.iteration + 1} "
+                f"(samples {self.progress.consumed_samples} to "
+                f"{self.progress.consumed_samples + shape.global_batch_size - 1})"
+            )
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(increment=shape.global_batch_size)
+        self.progress = Progress(
+            self.progress.iteration + 1, self.progress.consumed_samples + shape.global_batch_size
+        )
+        return result, float(grad_norm), not updated
+
+    def evaluate(self) -> None:
+        """The loss over the same validation samples each time, without changing anything."""
+        options, shape = self.config.evaluation, self.shape
+        micro = options.micro_batch_size or self.config.batch.micro_batch_size
+        total = options.global_batch_size or self.config.batch.global_batch_size
+        steps = accumulation_steps(shape.grid, micro, total, "evaluation")
+        length = options.seq_length or self.config.model.seq_length
+        length = -(-length // shape.token_multiple) * shape.token_multiple
+        source = Batches(
+            self.valid_data,
+            length,
+            self.state.rank("dp"),
+            shape.data_parallel_size,
+        )
+        for chunk in self.model:
+            chunk.eval()
+        loss, tokens = 0.0, 0
+        with torch.no_grad():
+            for step in range(min(options.iters, -(-len(self.valid_data) // total))):
+                batches = [source.step(step * total, steps, micro) for _ in self.model]
+                result = self.run_batches(batches, steps, micro, length, train=False)
+                loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
+        for chunk in self.model:
+            chunk.train()
+        if self.log is not None and tokens:
+            self.log.evaluation(self.progress.iteration, loss / tokens, tokens)
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Loads the checkpoint that the config names, if any."""
+        path = checkpoint.find(self.config)
+        if path is not None:
+            run = checkpoint.check_run(path, self.config, self.shape)
+            self.progress = checkpoint.load(
+                path, run, self.config, self.model, self.optimizer, self.scheduler
+            )
+            self.saved_at = self.progress.iteration
+            self.say(
+                f"loaded {path}: continuing after iteration {self.progress.iteration}, "
+                f"{self.progress.consumed_samples} samples consumed"
+            )
+        if dist.get_rank() == 0:
+            self.log = RunLog(self.config, self.train_iters, self.progress.iteration)
+
+    def train(self) -> bool:
+        """Trains to train_iters or SIGTERM; True if it got to the end."""
+        config = self.config
+        skipped, clock = 0, time.perf_counter()
+        while self.progress.iteration < self.train_iters:
+            result, grad_norm, skip = self.train_step()
+            skipped += skip
+            iteration = self.progress.iteration
+            if iteration % config.logging.interval == 0 or iteration == self.train_iters:
+                now = time.perf_counter()
+                seconds = (now - clock) / config.logging.interval
+                self.report(result, grad_norm, skipped, seconds)
+                skipped, clock = 0, now
+            if result.ranks_told_to_stop:
+                # Every rank has just taken part in an all-reduce, so every rank lives and knows.
+                self.say(f"SIGTERM after iteration {iteration}")
+                self.save()
+                return False
+            pause = time.perf_counter()
+            if config.checkpoint.interval and iteration % config.checkpoint.interval == 0:
+                self.save()
+            if self.evaluation_is_due():
+                self.evaluate()
+            clock += time.perf_counter() - pause
+        if config.checkpoint.interval:
+            self.save()
+        return True
+
+    def evaluation_is_due(self) -> bool:
+        interval, iteration = self.config.evaluation.interval, self.progress.iteration
+        if self.valid_data is None or not interval:
+            return False
+        return iteration % interval == 0 or iteration == self.train_iters
+
+    def save(self) -> None:
+        if self.saved_at == self.progress.iteration:
+            return
+        path = checkpoint.save(
+            self.config, self.shape, self.progress, self.model, self.optimizer, self.scheduler
+        )
+        self.saved_at = self.progress.iteration
+        self.say(f"saved {path}")
+
+    def report(self, result: StepResult, grad_norm: float, skipped: int, seconds: float) -> None:
+        memory = torch.tensor([peak_memory_gib(self.device)], dtype=torch.float64).to(self.device)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        if self.log is None:
+            return
+        shape, world = self.shape, dist.get_world_size()
+        flops = flops_per_step(self.config, shape)
+        tflops = None if flops is None else flops / seconds / world / 1e12
+        peak = self.config.logging.peak_tflops_per_gpu
+        if peak is None and self.device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(self.device))
+        self.log.training(
+            Record(
+                iteration=self.progress.iteration,
+                consumed_samples=self.progress.consumed_samples,
+                elapsed_ms=seconds * 1e3,
+                tflops_per_gpu=tflops,
+                learning_rate=self.optimizer.param_groups[0]["lr"],
+                global_batch_size=shape.global_batch_size,
+                lm_loss=result.loss,
+                loss_scale=float(self.optimizer.get_loss_scale().item()),
+                grad_norm=grad_norm,
+                skipped_iterations=skipped,
+                nan_iterations=0,  # a NaN stops the run
+                tokens_per_second_per_gpu=shape.tokens_per_step / seconds / world,
+                mfu=tflops / peak if tflops is not None and peak else None,
+                peak_memory_gib=float(memory.item()),
+                eta_seconds=(self.train_iters - self.progress.iteration) * seconds,
+            )
+        )
+
+    def say(self, text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+
+def sum_of_losses(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum over this rank's tokens, their number, both for the log): Megatron's 3-tuple.
+
+    Args:
+        loss_mask: [b, s/P], 0 or 1.
+        losses: [b, s/P], cross entropy of each token in nats.
+    """
+    total, count = masked_sum(losses.float(), loss_mask)
+    return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count])}
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Largest memory of this rank so far: of its GPU, or of its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
