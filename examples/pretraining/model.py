@@ -25,7 +25,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
     cuda, bf16 = device.type == "cuda", config.training.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
     fields: dict[str, Any] = {
-        "num_layers": model.num_layers,
+        "num_layers": number_of_layers(config),
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.num_query_groups or model.num_attention_heads,
@@ -66,6 +66,12 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         return TransformerConfig(**{**fields, **model.transformer})
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model: {error}") from error
+
+
+def number_of_layers(config: Config) -> int:
+    if config.model.kind == "gpt":
+        return config.model.num_layers
+    return len((config.model.hybrid_layer_pattern or "").split("/")[0].replace("|", ""))
 
 
 def ffn_hidden_size(config: Config) -> int:
