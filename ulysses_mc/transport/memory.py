@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +28,38 @@ class Cut:
     @cached_property
     def num_heads(self) -> int:
         return max((run.stop for run in self.heads if run), default=0)
+
+
+class Scratch:
+    """Buffers that live no longer than one exchange.
+
+    On the CPU they come from one arena per thread that is kept from exchange to exchange:
+    the page faults of fresh memory cost as much as the copies into it. On other devices the
+    caching allocator of PyTorch does the same.
+    """
+
+    _arenas = threading.local()
+
+    def __init__(self, like: torch.Tensor, elements: int) -> None:
+        self._like, self._used = like, 0
+        self._arena: torch.Tensor | None = None
+        if like.device.type == "cpu":
+            size = elements * like.element_size()
+            arena = getattr(self._arenas, "bytes", None)
+            if arena is None or arena.numel() < size:
+                arena = self._arenas.bytes = torch.empty(size, dtype=torch.uint8)
+            self._arena = arena[:size].view(like.dtype)
+
+    def empty(self, shape: Sequence[int], batch_first: bool) -> torch.Tensor:
+        """Uninitialised [s, b, h, d] in the memory order asked for."""
+        if self._arena is None:
+            return empty(shape, self._like, batch_first)
+        tokens, batch, *rest = shape
+        start, self._used = self._used, self._used + math.prod(shape)
+        flat = self._arena[start : self._used]
+        if batch_first:
+            return flat.view(batch, tokens, *rest).transpose(0, 1)
+        return flat.view(shape)
 
 
 def empty(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..sequence_layout import Chunk
-from .memory import Cut, empty, in_memory_order, local_chunks, narrow_heads
+from .memory import Cut, Scratch, empty, in_memory_order, local_chunks, narrow_heads
 
 
 def gather_by_messages(
@@ -19,6 +19,9 @@ def gather_by_messages(
 ) -> tuple[torch.Tensor, ...]:
     rank = group.rank()
     messages = _Messages(group)
+    scratch = Scratch(
+        tensors[0], sum(_sent(t, cut, rank) for t, cut in zip(tensors, cuts, strict=True))
+    )
     results = []
     for tensor, cut in zip(tensors, cuts, strict=True):
         layout = cut.sequence
@@ -29,7 +32,7 @@ def gather_by_messages(
         for peer in messages.peers:
             if len(cut.heads[peer]):
                 packed = narrow_heads(tensor, cut.heads[peer])  # [s_r, b, h_peer, d]
-                buffer = empty(packed.shape, tensor, batch_first).copy_(packed)
+                buffer = scratch.empty(packed.shape, batch_first).copy_(packed)
                 messages.send(peer, _blocks(buffer, local, batch_first))
             if len(cut.heads[rank]):
                 messages.receive(peer, _blocks(result, layout.chunks[peer], batch_first))
@@ -52,6 +55,9 @@ def scatter_by_messages(
     """For each tensor and source rank, the pieces [chunk, b, h_source, d] of this rank's tokens."""
     rank = group.rank()
     messages = _Messages(group)
+    scratch = Scratch(
+        tensors[0], sum(_sent(t, cut, rank) for t, cut in zip(tensors, cuts, strict=True))
+    )
     received = []
     for tensor, cut in zip(tensors, cuts, strict=True):
         layout = cut.sequence
@@ -64,13 +70,19 @@ def scatter_by_messages(
                 messages.send(peer, _blocks(tensor, layout.chunks[peer], batch_first))
             if len(cut.heads[peer]):
                 shape = (layout.lengths[rank], tensor.size(1), len(cut.heads[peer]), tensor.size(3))
-                buffer = empty(shape, tensor, batch_first)
+                buffer = scratch.empty(shape, batch_first)
                 messages.receive(peer, _blocks(buffer, local, batch_first))
                 pieces[peer] = [buffer]
         received.append(pieces)
     messages.start()
     messages.wait()
     return received
+
+
+def _sent(tensor: torch.Tensor, cut: Cut, rank: int) -> int:
+    """Elements of this rank's tokens that other ranks hold by heads."""
+    heads = sum(len(run) for peer, run in enumerate(cut.heads) if peer != rank)
+    return cut.sequence.lengths[rank] * tensor.size(1) * heads * tensor.size(3)
 
 
 class _Messages:
