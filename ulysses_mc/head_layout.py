@@ -120,7 +120,7 @@ class HeadLayout:
     ) -> int:
         """Bytes that `rank` receives in one forward pass: Q, K, V and then O. The lower bound.
 
-        Backward moves the mirror image: what was received is sent and the reverse.
+        Backward is the mirror image: there the rank receives what it sent (`bytes_sent`).
 
         Args:
             rank: rank in the Ulysses group.
@@ -130,9 +130,28 @@ class HeadLayout:
         value_dim = head_dim if value_head_dim is None else value_head_dim
         query, kv = len(self.query_heads[rank]), len(self.kv_heads[rank])
         missing_tokens = sum(lengths) - lengths[rank]
-        forward = missing_tokens * (query * head_dim + kv * (head_dim + value_dim))
+        there = missing_tokens * (query * head_dim + kv * (head_dim + value_dim))
         back = lengths[rank] * (self.local_heads - query) * value_dim
-        return batch_size * element_size * (forward + back)
+        return batch_size * element_size * (there + back)
+
+    def bytes_sent(
+        self,
+        rank: int,
+        lengths: tuple[int, ...],
+        *,
+        batch_size: int,
+        head_dim: int,
+        element_size: int,
+        value_head_dim: int | None = None,
+    ) -> int:
+        """Bytes that `rank` sends in one forward pass; arguments as in `bytes_received`."""
+        value_dim = head_dim if value_head_dim is None else value_head_dim
+        query = self.local_heads - len(self.query_heads[rank])
+        kv = self.kv_copies - len(self.kv_heads[rank])
+        there = lengths[rank] * (query * head_dim + kv * (head_dim + value_dim))
+        missing_tokens = sum(lengths) - lengths[rank]
+        back = missing_tokens * len(self.query_heads[rank]) * value_dim
+        return batch_size * element_size * (there + back)
 
     def describe(self) -> str:
         """One line for a person: kind, runs, copies of key/value heads, imbalance."""

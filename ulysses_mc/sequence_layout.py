@@ -152,7 +152,8 @@ class SequenceLayout:
         for rank_chunks, shard in zip(self.chunks, shards, strict=True):
             split = shard.split([stop - start for start, stop in rank_chunks], dim)
             pieces += zip((start for start, _ in rank_chunks), split, strict=True)
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([shards[0].narrow(dim, 0, 0), *(piece for _, piece in pieces)], dim)
 
 
 def _merge_adjacent(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

@@ -1,0 +1,169 @@
+"""The exchange on real ranks: where data lands, what it sends, what it copies."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ulysses_mc.layers import UlyssesAttention
+from ulysses_mc.layers.local import sdpa_attention
+
+from tests.support.copies import count_copies
+from tests.support.pool import run_ranks
+from tests.support.wire import count_wire
+from ulysses_mc import HeadLayout, ParallelConfigError, SequenceLayout
+from ulysses_mc.exchange import Cut, heads_to_sequence, sequence_to_heads
+
+TRANSPORTS = ("p2p", "all_to_all")
+MEMORY_ORDERS = tuple(itertools.product((False, True), repeat=2))
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layouts(size: int) -> list[SequenceLayout]:
+    return [
+        SequenceLayout.contiguous(5 * size, size),
+        SequenceLayout.contiguous(3 * size - 1, size),
+        SequenceLayout.contiguous(size - 1, size),  # the last rank holds nothing
+        SequenceLayout.zigzag(4 * size, size),
+        SequenceLayout.zigzag_packed([0, 2 * size, 6 * size], size),
+        SequenceLayout.from_lengths([*range(size)]),
+    ]
+
+
+def check_data_movement() -> None:
+    """Every value lands where the layouts say, and back, bit for bit."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    for layout, (heads, kv), batch, (seq_first, head_first), transport in itertools.product(
+        layouts(size),
+        [(2 * size, size), (7, 7), (size, 1), (1, 1)],
+        (1, 3),
+        MEMORY_ORDERS,
+        TRANSPORTS,
+    ):
+        split = HeadLayout(heads, kv, size)
+        cuts = [Cut(layout, split.query_heads), Cut(layout, split.kv_heads)]
+        whole = [draw(layout.sequence_length, batch, n, d) for n, d in ((heads, 3), (kv, 2))]
+        orders = {"by_sequence_batch_first": seq_first, "by_heads_batch_first": head_first}
+        by_heads = sequence_to_heads(
+            [layout.shard(t, 0, rank) for t in whole], cuts, group, transport=transport, **orders
+        )
+        for tensor, cut, arrived in zip(whole, cuts, by_heads, strict=True):
+            mine = cut.heads[rank]
+            assert torch.equal(arrived, tensor[:, :, mine.start : mine.stop])
+        (back,) = heads_to_sequence(by_heads[:1], cuts[:1], group, transport=transport, **orders)
+        assert torch.equal(back, layout.shard(whole[0], 0, rank))
+        assert back.transpose(0, 1).is_contiguous() if seq_first else back.is_contiguous()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_data_movement(size):
+    run_ranks(size, check_data_movement, timeout=90)
+
+
+def check_adjoint() -> None:
+    """<A x, y> = <x, A^T y> summed over ranks, also for gradients that are not contiguous."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    for layout, (heads, kv), batch, (seq_first, head_first), transport in itertools.product(
+        layouts(size), [(size, 1), (6, 3), (2 * size, size)], (1, 2, 3), MEMORY_ORDERS, TRANSPORTS
+    ):
+        split = HeadLayout(heads, kv, size)
+        cut = Cut(layout, split.kv_heads)
+        orders = {"by_sequence_batch_first": seq_first, "by_heads_batch_first": head_first}
+        shape = (layout.lengths[rank], batch, kv, 3)
+        x = draw(*reversed(shape), seed=rank).permute(3, 2, 1, 0).requires_grad_()
+        (out,) = sequence_to_heads([x], [cut], group, transport=transport, **orders)
+        y = draw(*reversed(out.shape), seed=9 + rank).permute(3, 2, 1, 0)
+        (gradient,) = torch.autograd.grad(out, x, y)
+        sides = torch.stack([(out * y).sum(), (x * gradient).sum()]).detach()
+        dist.all_reduce(sides)
+        torch.testing.assert_close(sides[0], sides[1])
+
+        shape = (layout.sequence_length, batch, len(cut.heads[rank]), 3)
+        y = draw(*reversed(shape), seed=rank).permute(3, 2, 1, 0).requires_grad_()
+        (out,) = heads_to_sequence([y], [cut], group, transport=transport, **orders)
+        x = draw(*reversed(out.shape), seed=9 + rank).permute(3, 2, 1, 0)
+        (gradient,) = torch.autograd.grad(out, y, x)
+        sides = torch.stack([(out * x).sum(), (y * gradient).sum()]).detach()
+        dist.all_reduce(sides)
+        torch.testing.assert_close(sides[0], sides[1])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_row_22_backward_is_the_adjoint(size):
+    run_ranks(size, check_adjoint, timeout=90)
+
+
+def check_counts(heads: int, kv: int, zigzag: bool, transport: str, batch: int) -> dict[str, float]:
+    """One layer and step; asserts bytes, returns what else was counted."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    length, d, dv = 8 * size, 16, 16
+    make = SequenceLayout.zigzag if zigzag else SequenceLayout.contiguous
+    layout, split = make(length, size), HeadLayout(heads, kv, size)
+    query, key, value = (
+        draw(batch, layout.lengths[rank], n, e).requires_grad_()
+        for n, e in ((heads, d), (kv, d), (kv, dv))
+    )
+    gradient = draw(batch, layout.lengths[rank], heads, dv)
+    with count_copies() as copies, count_wire() as wire:
+        local = copies.uncounted(sdpa_attention)
+        attention = UlyssesAttention(group, layout, local_attention=local, transport=transport)
+        attention(query, key, value, causal=True).backward(gradient)
+    options = {"batch_size": batch, "head_dim": d, "value_head_dim": dv, "element_size": 8}
+    forward = split.bytes_received(rank, layout.lengths, **options)
+    assert split.bytes_sent(rank, layout.lengths, **options) + forward == wire.bytes_received
+    assert wire.bytes_sent == wire.bytes_received
+    local_query = query.numel() * query.element_size()
+    return {"exchanges": wire.exchanges, "copies": copies.bytes / local_query}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("heads", "kv"), [(8, 8), (8, 4), (8, 2), (8, 1), (7, 7), (6, 3)])
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_four_exchanges_and_the_fewest_bytes(size, heads, kv, zigzag, transport):
+    for counts in run_ranks(size, check_counts, heads, kv, zigzag, transport, 2):
+        assert counts["exchanges"] == 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("transport", "zigzag", "batch", "most"),
+    [("p2p", False, 1, 8), ("p2p", False, 3, 8), ("p2p", True, 1, 8), ("all_to_all", False, 1, 11)],
+)
+def test_full_tensor_copies(size, transport, zigzag, batch, most):
+    for counts in run_ranks(size, check_counts, 8, 8, zigzag, transport, batch):
+        assert counts["copies"] <= most
+
+
+def check_one_rank_costs_nothing() -> None:
+    query, key, value = (draw(2, 6, n, 4).requires_grad_() for n in (4, 2, 2))
+    with count_copies() as copies, count_wire() as wire:
+        attention = UlyssesAttention(
+            dist.group.WORLD, local_attention=copies.uncounted(sdpa_attention)
+        )
+        attention(query, key, value, causal=True).sum().backward()
+    assert (wire.exchanges, copies.bytes) == (0, 0)
+    moved = sequence_to_heads([query, key], [], dist.group.WORLD)
+    assert moved[0] is query and moved[1] is key
+
+
+def test_a_group_of_one_costs_nothing():
+    run_ranks(1, check_one_rank_costs_nothing)
+
+
+def give_wrong_length() -> None:
+    layout = SequenceLayout.contiguous(8, 2)
+    attention = UlyssesAttention(dist.group.WORLD, layout)
+    attention(*(torch.zeros(1, 5, 4, 8) for _ in range(3)))
+
+
+def test_a_wrong_length_is_refused_before_any_collective():
+    errors = run_ranks(2, give_wrong_length, return_exceptions=True)
+    for error in errors:
+        assert isinstance(error, ParallelConfigError)
+        assert "4 tokens" in str(error) and "[5, 1, 4, 8]" in str(error)
