@@ -18,9 +18,13 @@ class DeepSpeedNames(ABC):
     | model_parallel    | tp x pp | overflow and gradient norm                         |
 
     One name lies: ZeRO-3 partitions a model's parameters over `get_data_parallel_group()` but
-    reduces and gathers over the sequence-data group. Both must be the same ranks, or its results
-    are wrong (dp 1 x sequence 2 then trains on unreduced gradients). So this method, unlike the
-    module-level getter of the same name and unlike `get_data_parallel_world_size()`, is dp x cp.
+    keeps its optimizer states by the sequence-data group (0.19.8, parameter_offload.py). Both
+    must be the same ranks, or dp 1 x sequence 2 trains to other weights. So this method, unlike
+    the module-level getter of the same name and `get_data_parallel_world_size()`, is dp x cp.
+
+    Stages 1 and 2 average gradients over dp and add them over cp. Stage 3 averages over both
+    unless `"zero_optimization": {"reduce_scatter": false}` (0.19.8, coalesced_collectives.py
+    forgets the sequence size): set that, or leave the division by cp out of the loss there.
     """
 
     @abstractmethod
