@@ -53,9 +53,11 @@ class _Worker:
         return self.stack_path.read_text() or "(no stack: the process does not answer)"
 
     def kill(self) -> None:
+        """Kills the worker and all that it started: compilers, Megatron's checkpoint writer."""
         self.connection.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        for pid in _session(self.process.pid or 0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
 
@@ -64,6 +66,16 @@ class _Worker:
         self.connection.close()
         self.process.join(2)
         self.kill()
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a worker's session, whatever their process groups."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(entry.name)) == leader:
+                found.append(int(entry.name))
+    return found
 
 
 class WorkerPool:
@@ -198,7 +210,11 @@ def _raise_first(outcomes: list[Outcome]) -> None:
     if not failed:
         return
     cause, others = failed[0], failed[1:]
-    lines = [f"rank {o.rank} also: {o.failure.strip().splitlines()[-1][:200]}" for o in others]
+    lines = [
+        # A traceback ends with the error; what the pool says itself begins with it.
+        f"rank {o.rank} also: {o.failure.strip().splitlines()[-1 if o.error else 0][:200]}"
+        for o in others
+    ]
     failure = RankFailure("\n".join([f"rank {cause.rank}: {cause.failure}", *lines]))
     if cause.error is None:
         raise failure

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +40,12 @@ def a_function_that_sleeps(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(3600)
     dist.barrier()
+
+
+def start_a_process_and_hang(path: str) -> None:
+    child = subprocess.Popen(["sleep", "3600"], preexec_fn=os.setpgrp)  # a group of its own
+    Path(path).write_text(str(child.pid))
+    time.sleep(3600)
 
 
 def change_everything() -> int:
@@ -109,6 +117,13 @@ def test_a_hanging_rank_fails_within_the_timeout_with_its_stack() -> None:
         run_ranks(2, a_function_that_sleeps, 1, timeout=3)
     assert time.monotonic() - begin < 3 + 5 + 5
     assert run_ranks(2, sum_of_ranks, 0.0)[0][0] == 1.0
+
+
+def test_what_a_hanging_worker_started_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(1, start_a_process_and_hang, str(tmp_path / "pid"), timeout=2)
+    child = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
 def test_a_worker_leaks_nothing_into_the_next_test() -> None:

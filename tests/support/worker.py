@@ -74,8 +74,8 @@ def _serve_one(connection: Connection, job: Job) -> None:
             _destroy_groups()  # at once: the other ranks then fail instead of waiting for this one
         _send(connection, outcome)
         connection.recv_bytes()
-        _destroy_groups()
-    _send(connection, "clean" if _no_mode_left() else "dirty")
+        clean = _destroy_groups()
+    _send(connection, "clean" if clean and _no_mode_left() else "dirty")
 
 
 def _initialize(job: Job) -> None:
@@ -90,21 +90,29 @@ def _initialize(job: Job) -> None:
     )
 
 
-def _destroy_groups() -> None:
-    """Megatron's and the library's module-level state first, then every process group."""
+def _destroy_groups() -> bool:
+    """Megatron's and the library's module-level state, then every process group; True if it could.
+
+    After an error one of them may raise in turn; that must hide neither the error nor the rest.
+    """
     import torch.distributed as dist
 
+    done = True
     for module, function in (
         ("ulysses_mc.parallel_state", "destroy_model_parallel"),
         ("megatron.core.parallel_state", "destroy_model_parallel"),
         ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
         ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
     ):
-        destroy = getattr(sys.modules.get(module), function, None)
-        if destroy is not None:
-            destroy()
+        try:
+            destroy = getattr(sys.modules.get(module), function, None)
+            if destroy is not None:
+                destroy()
+        except Exception:
+            done = False
     if dist.is_initialized():
         dist.destroy_process_group()
+    return done
 
 
 @contextlib.contextmanager
