@@ -134,9 +134,10 @@ def token_mean_loss(
     times `gradient_divisor`, which is what the training engine divides summed gradients by:
 
     * DDP, FSDP2 over the ranks of `group`: their number (None means that).
-    * DeepSpeed ZeRO given its sequence-parallel groups divides by the data-parallel size alone
-      (group size / ulysses size), and `engine.backward` by the accumulation steps besides:
-      give the product.
+    * DeepSpeed given its sequence-parallel groups (`mpu`): ZeRO 1 and 2 divide by the
+      data-parallel size alone (group size / ulysses size), ZeRO 3 with its default
+      `reduce_scatter: true` by the size of `group`, with false as ZeRO 1 does. Multiply by the
+      gradient accumulation steps, by which `engine.backward` divides too. (Seen with 0.19.8.)
     * Gradients that are summed (all-reduce SUM, FSDP2 with `set_gradient_divide_factor(1)`): 1.
     * Megatron divides by itself: use `megatron_token_loss`.
 
