@@ -58,7 +58,7 @@ class ModelOptions:
 class DataOptions:
     """Megatron's .bin/.idx files, as examples/prepare_data.py writes them."""
 
-    path: list[str] = field(default_factory=lambda: ["runs/data/python_stdlib/text"])
+    path: list[str | float] = field(default_factory=lambda: ["runs/data/python_stdlib/text"])
     """prefixes without .bin/.idx; or weight, prefix, weight, prefix, ..."""
     split: str = "98,2,0"
     """parts for training, validation, test"""
@@ -223,11 +223,14 @@ def explain(message: str) -> str:
 
 def unknown_key(key: str, known: list[str], what: str) -> str:
     """`unknown config key 'model.hiden_size'; the nearest known one is model.hidden_size`"""
-    group, dot, _ = key.rpartition(".")
+    group, dot, name = key.rpartition(".")
     inside = [k for k in known if k.rpartition(".")[0] == group]
     candidates = inside if dot and inside else known
 
     def likeness(candidate: str) -> float:
+        own = candidate.rpartition(".")[2]
+        if name in own:  # `warmup` for lr_warmup_iters, or a field without its group
+            return 1.0 + len(name) / len(own)
         return difflib.SequenceMatcher(None, key, candidate).ratio()
 
     return f"unknown {what} {key!r}; the nearest known one is {max(candidates, key=likeness)}"

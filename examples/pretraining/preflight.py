@@ -202,21 +202,12 @@ def blend(config: Config) -> tuple[list[str], list[float] | None]:
     path = config.data.path
     if not path:
         raise UserError("data.path names no data; examples/prepare_data.py makes some")
-    if len(path) == 1:
-        return list(path), None
-    weights = [_number(word) for word in path[::2]]
-    if all(w is None for w in weights):
-        return list(path), None
-    if len(path) % 2 or any(w is None for w in weights):
+    weighted = [isinstance(word, int | float) for word in path]
+    if not any(weighted):
+        return [str(word) for word in path], None
+    if weighted != [True, False] * (len(path) // 2):
         raise UserError(f"data.path {path}: prefixes alone, or weight and prefix in turn")
-    return list(path[1::2]), [float(w or 0.0) for w in weights]
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
+    return [str(word) for word in path[1::2]], [float(word) for word in path[::2]]
 
 
 def describe_data(config: Config) -> DataDescription:

@@ -1,0 +1,170 @@
+"""What a user gets wrong is answered with one message that says what would work."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jsonargparse")
+from examples.pretraining.config import Config, known_keys, parse
+from examples.pretraining.errors import UserError
+from examples.pretraining.preflight import check
+from tests.examples.test_indexed import write_pair
+from ulysses_mc import ParallelConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    write_pair(tmp_path / "text", [5000, 5000])
+    facts = {"vocab_size": 300, "end_of_document": 0, "padding": 1}
+    (tmp_path / "data.json").write_text(json.dumps(facts))
+    return str(tmp_path / "text")
+
+
+def config(*argv: str) -> Config:
+    return parse(list(argv)).config
+
+
+@pytest.mark.parametrize(
+    ("argument", "nearest"),
+    [
+        ("--model.hiden_size=3", "model.hidden_size"),
+        ("--modle.num_layers=3", "model.num_layers"),
+        ("--parallel.ulyses_parallel_size=2", "parallel.ulysses_parallel_size"),
+        ("--parallel.context_parallel_size=2", "parallel.ring_parallel_size"),
+        ("--train_iter=3", "training.train_iters"),
+        ("--outputs=x", "output"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(argument: str, nearest: str) -> None:
+    with pytest.raises(UserError, match="unknown config key") as caught:
+        config(argument)
+    message = str(caught.value)
+    assert "\n" not in message
+    if nearest != "parallel.ring_parallel_size":  # any size of the group will do
+        assert message.endswith(f"the nearest known one is {nearest}")
+    else:
+        assert "the nearest known one is parallel." in message
+
+
+def test_an_unknown_key_in_yaml_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("optimizer: {warmup: 3}\n")
+    with pytest.raises(UserError, match=r"'optimizer.warmup'; the nearest .* optimizer.lr_warmup"):
+        config("--config", str(tmp_path / "c.yaml"))
+
+
+def test_wrong_values_and_files_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("model: {num_layers: [\n")
+    for argv in (
+        ["--model.num_layers=many"],
+        ["--model.kind=gtp"],
+        ["--config", str(tmp_path / "none.yaml")],
+        ["--config", str(tmp_path / "bad.yaml")],
+    ):
+        with pytest.raises(UserError) as caught:
+            config(*argv)
+        assert "\n" not in str(caught.value)
+
+
+def test_yaml_then_command_line(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "model: {num_layers: 6, transformer: {qk_layernorm: true}}\noptimizer: {lr: 1e-4}\n"
+        "parallel: {ulysses_parallel_size: 4}\n"
+    )
+    got = config("--config", str(tmp_path / "c.yaml"), "--model.num_layers=8", "--data.path=[a,b]")
+    assert got.model.num_layers == 8 and got.model.transformer == {"qk_layernorm": True}
+    assert got.optimizer.lr == 1e-4 and got.parallel.ulysses_parallel_size == 4
+    assert got.data.path == ["a", "b"]
+
+
+def test_every_key_is_known_and_documented_by_its_dataclass() -> None:
+    keys = known_keys()
+    assert "parallel.ulysses_parallel_size" in keys and "output" in keys
+    assert len(keys) == len(set(keys)) > len(dataclasses.fields(Config))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_the_configs_that_are_shipped_fit(path: Path, data: str) -> None:
+    got = config("--config", str(path), f"--data.path=[{data}]")
+    replicas = 2 if path.stem == "llama3_8b_128k" else 1
+    shape = check(got, got.parallel.model_size * replicas)
+    assert shape.global_batch_size == got.batch.global_batch_size
+    assert shape.padded_seq_length == got.model.seq_length
+
+
+def test_the_batch_arithmetic(data: str) -> None:
+    got = config(
+        f"--data.path=[{data}]", "--parallel.tensor_model_parallel_size=2",
+        "--parallel.ulysses_parallel_size=2", "--model.seq_length=250",
+        "--batch.micro_batch_size=2", "--batch.global_batch_size=24",
+        "--model.transformer.sequence_parallel=true",
+    )  # fmt: skip
+    shape = check(got, 16)
+    assert (shape.data_parallel_size, shape.accumulation_steps) == (4, 3)
+    assert (shape.padded_seq_length, shape.tokens_per_step) == (252, 24 * 250)
+    text = shape.describe()
+    assert "world size 16 = tensor 2 x pipeline 1 x ulysses 2 x ring 1 x data 4" in text
+    assert "24 samples = micro batch 2 x data 4 x 3 accumulation steps; 6000 tokens" in text
+    assert "padded by 2 tokens" in text and "a multiple of 4" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "parts"),
+    [
+        (["--parallel.tensor_model_parallel_size=2", "--parallel.ulysses_parallel_size=2"], 6,
+         ["over 6 ranks", "Nearest that work: 4 or 8 ranks"]),
+        (["--parallel.tensor_model_parallel_size=8", "--model.num_attention_heads=12"], 8,
+         ["num_attention_heads 12", "12 / 8 = 1.5", "tensor_model_parallel_size 4 or 6"]),
+        (["--model.num_attention_heads=12", "--model.num_query_groups=5"], 1,
+         ["num_attention_heads 12", "num_query_groups 5"]),
+        (["--parallel.tensor_model_parallel_size=2", "--model.num_attention_heads=6",
+          "--model.num_query_groups=3"], 2, ["3 key/value heads", "num_query_groups 2"]),
+        (["--parallel.pipeline_model_parallel_size=4", "--model.num_layers=6"], 4,
+         ["num_layers 6", "6 / 4 = 1.5"]),
+        (["--batch.micro_batch_size=2", "--batch.global_batch_size=7"], 2,
+         ["global_batch_size 7", "7 / 4", "4 or 8"]),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit(data: str, argv: list[str], world: int, parts: list[str]) -> None:
+    with pytest.raises(ParallelConfigError) as caught:
+        check(config(f"--data.path=[{data}]", *argv), world)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_data_that_does_not_fit(data: str, tmp_path: Path) -> None:
+    cases = [
+        ([f"--data.path=[{tmp_path}/none]"], "text|none.* is missing"),
+        ([f"--data.path=[{data}]", "--model.vocab_size=200"], "200 is smaller than .* 300"),
+        ([f"--data.path=[0.5,{data},{data}]"], "weight and prefix in turn"),
+        (["--data.path=[]"], "names no data"),
+        ([f"--data.path=[{data}]", "--model.kind=hybrid"], "hybrid_layer_pattern"),
+    ]
+    for argv, message in cases:
+        with pytest.raises(UserError, match=message):
+            check(config(*argv), 1)
+    (tmp_path / "data.json").write_text('{"vocab_size": 50, "end_of_document": 0, "padding": 1}')
+    with pytest.raises(UserError, match="holds token 99, the model's vocabulary has 50"):
+        check(config(f"--data.path=[{data}]"), 1)
+
+
+def test_the_script_prints_one_error_and_exits_with_2(data: str) -> None:
+    """As a user runs it, and before Megatron or torch are imported."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", ROOT / "examples" / "pretrain_gpt.py",
+         f"--data.path=[{data}]", "--model.num_attention_heads=7",
+         "--parallel.tensor_model_parallel_size=2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    errors = [x for x in done.stderr.splitlines() if not x.startswith("import time:")]
+    assert done.returncode == 2 and errors[0].startswith("error: model.num_attention_heads 7")
+    assert "Traceback" not in done.stderr
+    assert not [x for x in done.stderr.splitlines() if x.endswith(("| torch", "megatron.core"))]
