@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import UlyssesAttention
+    from .huggingface import use_ulysses
 
 # Public name -> module that defines it, so that Megatron is loaded only by those who use it.
-_EXPORTS = {"UlyssesAttention": "attention"}
-__all__ = ["UlyssesAttention"]
+_EXPORTS = {"UlyssesAttention": "attention", "use_ulysses": "huggingface"}
+__all__ = ["UlyssesAttention", "use_ulysses"]
 
 
 def __getattr__(name: str) -> Any:

@@ -85,11 +85,21 @@ def use_ulysses(
     # Inner models too: `model.model(...)` gives hidden states, for `linear_cross_entropy`.
     for module in model.modules():
         if isinstance(module, pretrained_model):
-            names = list(inspect.signature(module.forward).parameters)
-            module.register_forward_pre_hook(
-                partial(prepare_inputs, group, sequence_layout, names), with_kwargs=True
-            )
+            hook = _input_hook(module, group, sequence_layout)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
             module.register_forward_hook(_check_reached, with_kwargs=True)
+
+
+def _input_hook(
+    module: torch.nn.Module, group: dist.ProcessGroup, sequence_layout: SequenceLayout | None
+) -> Callable[..., Any]:
+    """A closure, because a deep copy of the model shares closures, and a group has no copy."""
+    names = list(inspect.signature(module.forward).parameters)
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return prepare_inputs(group, sequence_layout, names, module, args, kwargs)
+
+    return hook
 
 
 def _attend(

@@ -100,6 +100,13 @@ def _refuse(module: torch.nn.Module, group: dist.ProcessGroup, kwargs: dict[str,
 
 
 def _check_length(tokens: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
+    if min(layout.lengths) == 0:
+        raise ParallelConfigError(
+            f"A sequence of {layout.sequence_length} tokens over {group.size()} ranks, by a "
+            f"layout of {list(layout.lengths)} tokens per rank.",
+            rule="transformers' models cannot reshape a shard without tokens",
+            nearest="every rank holds one token at least.",
+        )
     if layout.group_size != group.size() or layout.lengths[group.rank()] != tokens.size(1):
         raise ParallelConfigError(
             f"{tokens.size(1)} tokens on rank {group.rank()} of {group.size()}, by a layout of "

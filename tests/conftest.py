@@ -10,10 +10,17 @@ import pytest
 
 from tests.support import pool
 
+_PRELOADED = {
+    "megatron": ["megatron.core"],
+    "huggingface": ["transformers.models.llama.modeling_llama"],
+    "deepspeed": ["deepspeed"],
+}
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(item.get_closest_marker("megatron") for item in session.items):
-        pool.preload(["megatron.core"])  # 8 s of CPU: once, not once per worker
+    for marker, modules in _PRELOADED.items():  # 3 to 8 s of CPU: once, not once per worker
+        if any(item.get_closest_marker(marker) for item in session.items):
+            pool.preload(modules)
 
 
 def pytest_sessionfinish() -> None:
