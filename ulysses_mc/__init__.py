@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from .parallel_state.errors import HeadDivisibilityError, ParallelConfigError
     from .sequence_layout import SequenceLayout
+    from .without_gpu import megatron_on_cpu
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _EXPORTS = {
     "SequenceLayout": "sequence_layout",
     "cross_entropy": "loss",
     "linear_cross_entropy": "loss",
+    "megatron_on_cpu": "without_gpu",
     "megatron_token_loss": "loss",
     "shard_batch": "batch",
     "shift_labels": "batch",
@@ -54,6 +56,7 @@ __all__ = [
     "SequenceLayout",
     "cross_entropy",
     "linear_cross_entropy",
+    "megatron_on_cpu",
     "megatron_token_loss",
     "shard_batch",
     "shift_labels",

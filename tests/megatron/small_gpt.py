@@ -1,0 +1,231 @@
+"""A small GPT, trained by Megatron's own parts, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, SEQUENCE = 64, 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of the parallel grid, and what else changes how the same model is computed."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    distributed_optimizer: bool = False
+    bf16: bool = False
+    batch: int = 4  # sequences of the global batch
+    clip_grad: float = 1.0
+    config: dict[str, Any] = field(default_factory=dict)  # TransformerConfig, where it differs
+    positions: str = "rope"
+    tied: bool = False
+
+    def initialize(self) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+
+        parallel_state.initialize_model_parallel(
+            self.tp,
+            self.pp,
+            self.vpp,
+            context_parallel_size=self.cp,
+            expert_model_parallel_size=self.ep,
+        )
+        torch.manual_seed(0)
+        tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+    def transformer_config(self) -> Any:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        values: dict[str, Any] = dict(
+            num_layers=4,
+            hidden_size=32,
+            num_attention_heads=4,
+            use_cpu_initialization=True,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vpp,
+            context_parallel_size=self.cp,
+            expert_model_parallel_size=self.ep,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            pipeline_dtype=dtype,
+            params_dtype=dtype,
+            bf16=self.bf16,
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            bias_activation_fusion=False,
+            apply_rope_fusion=False,
+            gradient_accumulation_fusion=False,
+            calculate_per_token_loss=True,
+        )
+        return TransformerConfig(**(values | self.config))
+
+
+def local_spec(config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+
+
+def gpt_chunks(setting: Setting, spec: Callable[[Any], Any] = local_spec) -> list[Any]:
+    """This rank's model chunks (one per virtual pipeline stage), weights equal at every setting."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config, chunks = setting.transformer_config(), []
+    for stage in range(setting.vpp or 1):
+        virtual = stage if setting.vpp else None
+        at = dict(ignore_virtual=False, vp_stage=virtual)
+        model = GPTModel(
+            config,
+            spec(config),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            position_embedding_type=setting.positions,  # type: ignore[arg-type]
+            pre_process=parallel_state.is_pipeline_first_stage(**at),
+            post_process=parallel_state.is_pipeline_last_stage(**at),
+            share_embeddings_and_output_weights=setting.tied,
+            vp_stage=virtual,
+        )
+        chunks.append(model)
+    return chunks
+
+
+class Trainer:
+    """Megatron's DDP, optimizer and pipeline schedule around the chunks of a model."""
+
+    def __init__(self, setting: Setting, chunks: list[Any]) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        self.setting, config = setting, chunks[0].config
+        if setting.bf16:
+            chunks = [Float16Module(config, chunk) for chunk in chunks]
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=setting.distributed_optimizer
+        )
+        self.model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            clip_grad=setting.clip_grad,
+            bf16=setting.bf16,
+            use_distributed_optimizer=setting.distributed_optimizer,
+            params_dtype=config.params_dtype,
+        )
+        self.optimizer = get_megatron_optimizer(optimizer_config, self.model)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+
+    def forward_backward(self, step: int) -> float:
+        """Gradients of one global batch; its mean loss, equal on all ranks of the last stage."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        micro_batches = self.setting.batch // parallel_state.get_data_parallel_world_size()
+        data = [batches(self.setting, step) for _ in self.model]
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if self.setting.vpp else data[0],
+            model=self.model if self.setting.vpp else self.model[0],
+            num_microbatches=micro_batches,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            decoder_seq_length=SEQUENCE,
+        )
+        total = torch.zeros(2)
+        for report in reports:  # empty on all but the last pipeline stage
+            total += report["loss"]
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        return (total[0] / total[1]).item()
+
+    def step(self, step: int) -> tuple[float, float]:
+        """One step of training: (loss, gradient norm)."""
+        loss = self.forward_backward(step)
+        updated, grad_norm, _ = self.optimizer.step()
+        assert updated
+        return loss, float(grad_norm)
+
+    def train(self, steps: int) -> list[tuple[float, float]]:
+        return [self.step(step) for step in range(steps)]
+
+
+def tokens_of(step: int, batch: int) -> torch.Tensor:
+    """[batch, SEQUENCE + 1]: every token is said twice, so that there is something to learn."""
+    tokens = torch.randint(
+        0, VOCABULARY, (batch, SEQUENCE + 1), generator=torch.Generator().manual_seed(step + 1)
+    )
+    tokens[:, 1::2] = tokens[:, 0:-1:2]
+    return tokens
+
+
+def batches(setting: Setting, step: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This data-parallel rank's micro-batches of one sequence, context-parallel ranks cut."""
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_data_parallel_world_size()
+    own = setting.batch // ranks
+    start = parallel_state.get_data_parallel_rank() * own
+    for row in tokens_of(step, setting.batch)[start : start + own]:
+        batch = {
+            "tokens": row[None, :-1],
+            "labels": row[None, 1:],
+            "position_ids": torch.arange(SEQUENCE)[None],
+        }
+        yield {name: zigzag(tensor, 1) for name, tensor in batch.items()}
+
+
+def zigzag(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Megatron's order: rank r of P has chunks r and 2P - 1 - r of 2P."""
+    from megatron.core import parallel_state
+
+    ranks, rank = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    if ranks == 1:
+        return tensor
+    chunks = tensor.chunk(2 * ranks, dim)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)
+
+
+def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    from megatron.core import parallel_state
+
+    batch = next(data)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, count = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int)
+        report = torch.stack([total.detach(), count.float()])
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(report, group=group)
+        return total, count, {"loss": report}
+
+    return losses, loss
