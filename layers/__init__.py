@@ -5,11 +5,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import UlyssesAttention
+    from .core_attention import UlyssesCoreAttention
+    from .dropout import wire_dropout
     from .huggingface import use_ulysses
+    from .norm import Norm
+    from .spec_rewriting import with_norm, with_ulysses
+    from .wiring import check_wired
 
 # Public name -> module that defines it, so that Megatron is loaded only by those who use it.
-_EXPORTS = {"UlyssesAttention": "attention", "use_ulysses": "huggingface"}
-__all__ = ["UlyssesAttention", "use_ulysses"]
+_EXPORTS = {
+    "Norm": "norm",
+    "UlyssesAttention": "attention",
+    "UlyssesCoreAttention": "core_attention",
+    "check_wired": "wiring",
+    "use_ulysses": "huggingface",
+    "wire_dropout": "dropout",
+    "with_norm": "spec_rewriting",
+    "with_ulysses": "spec_rewriting",
+}
+__all__ = [
+    "Norm",
+    "UlyssesAttention",
+    "UlyssesCoreAttention",
+    "check_wired",
+    "use_ulysses",
+    "wire_dropout",
+    "with_norm",
+    "with_ulysses",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -132,14 +132,13 @@ class UlyssesAttention(torch.nn.Module):
         if expansion is not None:
             key_by_heads = expand_heads(key_by_heads, expansion)
             value_by_heads = expand_heads(value_by_heads, expansion)
-        if heads:
-            with rank_distinct_rng(rank, query.device) if dropout_p else nullcontext():
-                out_by_heads = self.local_attention(
-                    query_by_heads, key_by_heads, value_by_heads, causal=causal, **options
-                )
-        else:  # a rank beyond the heads still takes part in both exchanges, both ways
-            cut = [tensor for tensor in by_head.values() if tensor is not None]
-            out_by_heads = no_heads(query_by_heads, key_by_heads, value_by_heads, *cut)
+        tensors = (query_by_heads, key_by_heads, value_by_heads)
+        with rank_distinct_rng(rank, query.device) if dropout_p else nullcontext():
+            if heads:
+                out_by_heads = self.local_attention(*tensors, causal=causal, **options)
+            else:  # a rank beyond the heads still takes part in both exchanges, both ways
+                cut = [tensor for tensor in by_head.values() if tensor is not None]
+                out_by_heads = no_heads(*tensors, *cut)
         (out,) = heads_to_sequence(
             [out_by_heads.transpose(0, 1)],
             [query_cut],

@@ -9,6 +9,7 @@ import torch
 
 # Far apart, so that neighbouring ranks' streams do not meet.
 _STRIDE = 0x9E3779B97F4A7C15
+_OFFSET_STRIDE = 0xD1B54A32D192ED03
 
 
 @contextmanager
@@ -24,14 +25,14 @@ def rank_distinct_rng(rank: int, device: torch.device) -> Iterator[None]:
         generator = torch.cuda.default_generators[index]
         seed = generator.initial_seed()
         offset = generator.get_offset()
-        generator.manual_seed((seed + _STRIDE * (rank + 1)) % 2**63)
-        generator.set_offset(offset)
+        own_seed = seed + _STRIDE * (rank + 1) + _OFFSET_STRIDE * offset
+        generator.manual_seed(own_seed % 2**63)
         try:
             yield
         finally:
-            offset = generator.get_offset()
+            # By a fixed amount: how much is drawn inside may differ between ranks.
             generator.manual_seed(seed)
-            generator.set_offset(offset)
+            generator.set_offset(offset + 4)
     else:
         draw = int(torch.randint(2**62, ()))
         with torch.random.fork_rng(devices=[]):

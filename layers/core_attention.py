@@ -1,0 +1,290 @@
+"""Ulysses where a Megatron layer spec names `core_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from ..exchange import Cut, heads_to_sequence, sequence_to_heads
+from ..head_layout import HeadLayout
+from ..parallel_state.errors import ParallelConfigError
+from ..sequence_layout import SequenceLayout
+from .attention import expand_heads, head_layout, no_heads
+from .dropout import attention_dropout_rng
+from .inner_core import build_inner_core, ignores_mask, local_attention_options, resolve_core
+from .megatron_masks import packed_boundaries, whole_bias, whole_mask
+from .sinks import SoftmaxOffset
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+
+
+class UlyssesCoreAttention(MegatronModule):
+    """Attention over the whole sequence, of which every context-parallel rank holds a part.
+
+    Built by Megatron's attention layers with their usual keywords. The group is Megatron's
+    context-parallel group, the order of the tokens Megatron's own (zigzag), the heads are those
+    of the tensor-parallel rank. With a group of one rank and a core of the spec's own, building
+    it gives that core itself, untouched.
+
+    Args:
+        core: what runs on whole sequences: None or 'sdpa' for PyTorch's fused attention, a
+            function (see `ulysses_mc.layers.local`), or a core attention of Megatron's kind (a
+            class or ModuleSpec), built with the config that is true inside the exchange.
+        uneven_heads: whether ranks may hold different numbers of heads.
+        others: as Megatron passes them.
+
+    Raises:
+        ParallelConfigError: heads that do not fit, or a setting that would not be exact.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        core = resolve_core(kwargs.get("core"))
+        if core.is_megatron and _context_group(kwargs.get("pg_collection")).size() == 1:
+            arguments = {name: kwargs[name] for name in kwargs if name not in _OWN_ARGUMENTS}
+            return core.build(*args, **arguments)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        *,
+        core: Any = None,
+        uneven_heads: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.group = _context_group(pg_collection)
+        self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
+        self.uneven_heads = uneven_heads
+        _check_config(config, self.group)
+        heads = config.num_attention_heads
+        kv_heads = heads if config.multi_latent_attention else config.num_query_groups
+        tensor_size = config.tensor_model_parallel_size
+        self.head_layout = HeadLayout(
+            heads, kv_heads, self.group.size(), tensor_size, uneven_heads=uneven_heads
+        )
+        # One slot per head of the tensor-parallel rank; None unless the config asks for it.
+        self.softmax_offset = SoftmaxOffset.build(config, self.head_layout.local_heads)
+        chosen = resolve_core(core)
+        self.local_attention: Callable[..., torch.Tensor] | None = chosen.function
+        self.inner: torch.nn.Module | None = None
+        if chosen.is_megatron:
+            self.inner = build_inner_core(
+                chosen,
+                config,
+                self.head_layout,
+                self.group.rank(),
+                k_channels=k_channels,
+                v_channels=v_channels,
+                layer_number=layer_number,
+                attn_mask_type=attn_mask_type,
+                attention_type=attention_type,
+                softmax_scale=softmax_scale,
+                pg_collection=pg_collection,
+                **kwargs,
+            )
+        else:
+            self.options = local_attention_options(config, layer_number, softmax_scale)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attends to the whole sequence.
+
+        Args:
+            query: [s_r, b, h, d], or packed [t_r, h, d].
+            key, value: [s_r, b, k, d] and [s_r, b, k, d_v], or packed.
+            attention_mask: [b or 1, h or 1, s_r or s or 1, s], True = masked out. Rows of the
+                rank's own tokens (as Megatron cuts them) are gathered: one more collective.
+            attn_mask_type: the one given when built if None.
+            attention_bias: [b or 1, h or 1, s, s], added to the logits.
+            packed_seq_params: Megatron's, with the boundaries in the whole batch.
+
+        Returns:
+            [s_r, b, h * d_v], or packed [t_r, h * d_v].
+        """
+        packed = query.dim() == 3
+        if packed:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        bounds = packed_boundaries(packed_seq_params) if packed else None
+        size, rank = self.group.size(), self.group.rank()
+        layout = head_layout(query.size(2), key.size(2), size, self.uneven_heads)
+        query_cut = Cut(_sequence_layout(query.size(0), size, bounds), layout.query_heads)
+        kv_cut = Cut(_sequence_layout(key.size(0), size, bounds), layout.kv_heads)
+        mask_type = attn_mask_type or self.attn_mask_type
+        if self.inner is not None and ignores_mask(self.inner, mask_type):
+            attention_mask = None
+        mask = whole_mask(attention_mask, query_cut.sequence, layout.query_heads, self.group)
+        bias = whole_bias(attention_bias, query_cut.sequence, layout.query_heads, rank)
+
+        by_heads = sequence_to_heads(
+            [query, key, value], [query_cut, kv_cut, kv_cut], self.group
+        )  # [s, b, h_r, d]
+        expansion = layout.kv_expansion(rank)
+        if expansion is not None:
+            by_heads = (by_heads[0], *(expand_heads(t, expansion) for t in by_heads[1:]))
+        offset = self.softmax_offset(layout.query_heads[rank]) if self.softmax_offset else None
+        with self._dropout_rng(query.device):
+            if not layout.query_heads[rank]:
+                tied = (t.transpose(0, 1) for t in by_heads)
+                out = no_heads(*tied, *(() if offset is None else (offset,))).transpose(0, 1)
+            elif self.inner is not None:
+                out = self._run_inner(
+                    by_heads, mask, mask_type, bias, packed_seq_params, offset, kwargs
+                )
+            else:
+                out = self._run_local(by_heads, mask, mask_type, bias, bounds, offset, kwargs)
+        (out,) = heads_to_sequence([out], [query_cut], self.group)
+        out = out.flatten(2)  # [s_r, b, h * d_v]
+        return out.squeeze(1) if packed else out
+
+    def _run_inner(
+        self,
+        by_heads: tuple[torch.Tensor, ...],
+        mask: torch.Tensor | None,
+        mask_type: AttnMaskType,
+        bias: torch.Tensor | None,
+        packed_seq_params: Any,
+        offset: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        assert self.inner is not None
+        s, b, heads, _ = by_heads[0].shape
+        tensors = [tensor.contiguous() for tensor in by_heads]
+        if packed_seq_params is not None:
+            tensors = [tensor.squeeze(1) for tensor in tensors]
+            kwargs = dict(kwargs, packed_seq_params=packed_seq_params)
+        if bias is not None:
+            kwargs = dict(kwargs, attention_bias=bias)
+        if offset is not None:
+            self.inner.softmax_offset = offset
+        out: torch.Tensor = self.inner(*tensors, mask, attn_mask_type=mask_type, **kwargs)
+        return out.view(s, b, heads, -1)
+
+    def _run_local(
+        self,
+        by_heads: tuple[torch.Tensor, ...],
+        mask: torch.Tensor | None,
+        mask_type: AttnMaskType,
+        bias: torch.Tensor | None,
+        bounds: list[int] | None,
+        offset: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        unknown = [name for name, value in kwargs.items() if value is not None]
+        if unknown:
+            raise ParallelConfigError(
+                f"core_attention was called with {', '.join(unknown)}.",
+                rule="a local attention takes query, key, value, masks, bias and packed sequences",
+                nearest="with_ulysses(spec) keeps the core attention that the spec names.",
+            )
+        assert self.local_attention is not None
+        options = dict(self.options)
+        if not self.training:
+            options.pop("dropout_p", None)
+        given = {
+            "attention_mask": None if mask is None else ~mask,
+            "attention_bias": bias,
+            "cu_seqlens": bounds,
+            "sinks": offset,
+        }
+        options |= {name: value for name, value in given.items() if value is not None}
+        tensors = (tensor.transpose(0, 1) for tensor in by_heads)
+        out = self.local_attention(*tensors, causal=mask_type in _CAUSAL, **options)
+        return out.transpose(0, 1)
+
+    def _dropout_rng(self, device: torch.device) -> Any:
+        if self.training and self.config.attention_dropout:
+            return attention_dropout_rng(self.group, device, self.config.sequence_parallel)
+        return nullcontext()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The keys that the core would have without Ulysses, so that checkpoints fit both ways."""
+        from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+        from megatron.core.transformer.utils import sharded_state_dict_default
+
+        state: dict[str, Any] = {}
+        if self.softmax_offset is not None:
+            name = f"{prefix}softmax_offset."
+            state |= self.softmax_offset.sharded_state_dict(name, sharded_offsets, metadata)
+            replace_prefix_for_sharding(state, f"{name}weight", f"{prefix}softmax_offset")
+        if self.inner is not None:
+            name = f"{prefix}inner."
+            inner = sharded_state_dict_default(self.inner, name, sharded_offsets, metadata)
+            replace_prefix_for_sharding(inner, name, prefix)
+            state |= inner
+        return state
+
+
+_OWN_ARGUMENTS = ("core", "uneven_heads")
+
+
+def _context_group(pg_collection: Any) -> dist.ProcessGroup:
+    """The group of `pg_collection`, or Megatron's own if it names none."""
+    group: dist.ProcessGroup | None = getattr(pg_collection, "cp", None)
+    return group or parallel_state.get_context_parallel_group()
+
+
+@lru_cache(maxsize=256)
+def _zigzag(bounds: tuple[int, ...], size: int) -> SequenceLayout:
+    return SequenceLayout.zigzag_packed(bounds, size)
+
+
+def _sequence_layout(length: int, size: int, bounds: list[int] | None) -> SequenceLayout:
+    """Megatron's order of the tokens, of which this rank holds `length`."""
+    return _zigzag((0, length * size) if bounds is None else tuple(bounds), size)
+
+
+def _check_config(config: Any, group: dist.ProcessGroup) -> None:
+    size = group.size()
+    if config.context_parallel_size != size:
+        raise ParallelConfigError(
+            f"context_parallel_size={config.context_parallel_size} in the config, over a "
+            f"context-parallel group of {size} ranks.",
+            rule="Ulysses rides on Megatron's context-parallel group; RoPE, the batch and the "
+            "gradients are cut by the size in the config",
+            nearest=f"TransformerConfig(context_parallel_size={size}, ...).",
+        )
+    refused = {
+        "hierarchical_context_parallel_sizes": "ring attention outside Ulysses",
+        "experimental_attention_variant": "attention that reads more than query, key and value",
+        "qk_clip": "the largest logit of every head on every rank",
+        "log_max_attention_logit": "the largest logit of every head on every rank",
+    }
+    for name, needs in refused.items():
+        value = getattr(config, name, None)
+        if size > 1 and value:
+            raise ParallelConfigError(
+                f"{name}={value!r} with ulysses_parallel_size={size}.",
+                rule=f"it needs {needs}, which this layer does not have",
+                nearest=f"{name} unset, or ulysses_parallel_size 1.",
+            )

@@ -1,0 +1,143 @@
+"""What runs between the exchanges of a Megatron layer: its choice, its config, its options."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from ..head_layout import HeadLayout
+from ..parallel_state.errors import ParallelConfigError
+from .local import sdpa_attention
+
+LOCAL_ATTENTIONS: dict[str, Callable[..., torch.Tensor]] = {"sdpa": sdpa_attention}
+
+
+@dataclass(frozen=True)
+class Core:
+    """Either a core attention of Megatron's kind or a local attention."""
+
+    spec: Any = None  # class or ModuleSpec
+    function: Callable[..., torch.Tensor] | None = None
+
+    @property
+    def is_megatron(self) -> bool:
+        return self.spec is not None
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return build_module(self.spec, *args, **kwargs)
+
+    @property
+    def module(self) -> type:
+        module: type = get_module(self.spec)
+        return module
+
+    def takes(self, name: str) -> bool:
+        """Whether the constructor has this argument."""
+        parameters = inspect.signature(self.module).parameters.values()
+        return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def resolve_core(core: Any) -> Core:
+    """None, a name, a function, a class or a ModuleSpec -> what it stands for.
+
+    Raises:
+        ParallelConfigError: it is none of these, or an unknown name.
+    """
+    if core is None:
+        return Core(function=sdpa_attention)
+    if isinstance(core, str) and core in LOCAL_ATTENTIONS:
+        return Core(function=LOCAL_ATTENTIONS[core])
+    if isinstance(core, (type, ModuleSpec)):
+        return Core(spec=core)
+    if callable(core):
+        return Core(function=core)
+    raise ParallelConfigError(
+        f"core={core!r} for UlyssesCoreAttention.",
+        rule="core is a class or ModuleSpec of a core attention, a local attention function, "
+        f"or one of {', '.join(LOCAL_ATTENTIONS)}",
+    )
+
+
+def build_inner_core(
+    core: Core,
+    config: Any,
+    layout: HeadLayout,
+    rank: int,
+    *,
+    k_channels: int | None,
+    v_channels: int | None,
+    **arguments: Any,
+) -> torch.nn.Module | None:
+    """The core attention for the heads that `rank` holds inside the exchange; None for no head."""
+    heads = len(layout.query_heads[rank])
+    if not heads:
+        return None
+    if getattr(core.module, "requires_dsa_inputs", False):
+        raise ParallelConfigError(
+            f"{core.module.__name__} between the exchanges.",
+            rule="it selects keys by hidden states, which stay split by sequence",
+            nearest="softmax attention over all keys, or ulysses_parallel_size 1.",
+        )
+    expanded = layout.kv_expansion(rank) is not None
+    inside = copy.copy(config)
+    # Cores divide by the tensor-parallel size to find the heads of a rank.
+    inside.num_attention_heads = heads * layout.tensor_model_parallel_size
+    kv_heads = heads if expanded else len(layout.kv_heads[rank])
+    inside.num_query_groups = kv_heads * layout.tensor_model_parallel_size
+    inside.context_parallel_size = 1
+    inside.cp_comm_type = None
+    if getattr(config, "softmax_type", "vanilla") == "learnable":
+        _check_offset_can_be_given(core)
+        inside.softmax_type = "vanilla"
+    channels = {"k_channels": k_channels, "v_channels": v_channels}
+    channels = {name: value for name, value in channels.items() if value is not None}
+    if channels and not core.takes("v_channels"):
+        # Multi-latent attention gives the softmax scale, so that such a core needs the head
+        # dimension only for its output, which is the value's.
+        inside.kv_channels, channels = v_channels, {}
+    module: torch.nn.Module = core.build(config=inside, **arguments, **channels)
+    return module
+
+
+def _check_offset_can_be_given(core: Core) -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if not issubclass(core.module, DotProductAttention):
+        raise ParallelConfigError(
+            f"softmax_type='learnable' with {core.module.__name__} between the exchanges.",
+            rule="each rank uses the offsets of its own heads, which this core keeps to itself",
+            nearest="with_ulysses(spec, core='sdpa'), or Megatron's DotProductAttention.",
+        )
+
+
+def ignores_mask(inner: torch.nn.Module, mask_type: Any) -> bool:
+    """Whether the core makes its own mask: TransformerEngine's does, unless there is padding."""
+    is_te = any(base.__module__.startswith("transformer_engine") for base in type(inner).__mro__)
+    return is_te and mask_type.name in ("causal", "no_mask", "causal_bottom_right")
+
+
+def local_attention_options(
+    config: Any, layer_number: int, softmax_scale: float | None
+) -> dict[str, Any]:
+    """The config's attention settings as options of a local attention."""
+    options: dict[str, Any] = {}
+    if softmax_scale is not None:
+        options["scale"] = softmax_scale
+    if config.attention_dropout:
+        options["dropout_p"] = config.attention_dropout
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        options["window"] = tuple(config.window_size)
+    if getattr(config, "softmax_type", "vanilla") == "off-by-one":
+        raise ParallelConfigError(
+            "softmax_type='off-by-one' with a local attention.",
+            rule="local attentions take learnable offsets",
+            nearest="with_ulysses(spec) around DotProductAttention or TEDotProductAttention.",
+        )
+    return options

@@ -1,0 +1,107 @@
+"""Whether a Megatron model really runs its attention over whole sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..parallel_state.errors import ParallelConfigError
+from .core_attention import UlyssesCoreAttention
+from .dropout import ShardDropout
+
+if TYPE_CHECKING:
+    from ..parallel_state.state import ParallelState
+
+# Layers that mix tokens otherwise than by a core attention.
+_SEQUENCE_MIXERS = ("MambaMixer", "GatedDeltaNet", "KimiDeltaAttention", "AbsorbedMLASelfAttention")
+_BIAS_DROPOUT_ADDS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")
+
+
+def check_wired(model: Any, state: ParallelState) -> None:
+    """Refuses a model that would train on shards as if they were whole sequences.
+
+    Args:
+        model: a Megatron model, its chunks of a virtual pipeline as a list, wrapped or not.
+        state: what `initialize_model_parallel` returned.
+
+    Raises:
+        ParallelConfigError: with ulysses > 1 some attention is not inside the exchange, mixes
+            tokens in a way that is not known to be exact, or some dropout would draw the same
+            mask on all Ulysses ranks. Names the layers.
+    """
+    config = state.config
+    ulysses, ring = config.ulysses_parallel_size, config.ring_parallel_size
+    if ring > 1:
+        raise ParallelConfigError(
+            f"ring_parallel_size={ring}.",
+            rule="there is no ring attention yet",
+            nearest=f"ring_parallel_size 1 with ulysses_parallel_size {ulysses * ring}.",
+        )
+    if ulysses == 1:
+        return
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    modules = [item for chunk in chunks for item in chunk.named_modules()]
+    _check_attention(modules, ulysses)
+    _check_mixers(modules, ulysses)
+    _check_dropout(modules, ulysses)
+
+
+def _check_attention(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:
+    unwired = []
+    for name, module in modules:
+        core = getattr(module, "core_attention", None)
+        if isinstance(core, torch.nn.Module) and not isinstance(core, UlyssesCoreAttention):
+            unwired.append(f"{name}.core_attention ({type(core).__name__})")
+        elif isinstance(core, UlyssesCoreAttention) and core.group.size() != ulysses:
+            unwired.append(f"{name}.core_attention (over {core.group.size()} ranks)")
+    if unwired:
+        raise _error(
+            unwired,
+            ulysses,
+            "every core attention runs between the exchanges of the Ulysses group",
+            "build the model with with_ulysses(spec).",
+        )
+
+
+def _check_mixers(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:
+    found = [
+        f"{name} ({type(module).__name__})"
+        for name, module in modules
+        if any(base.__name__ in _SEQUENCE_MIXERS for base in type(module).__mro__)
+    ]
+    if found:
+        raise _error(
+            found,
+            ulysses,
+            "only softmax attention is exact between the exchanges; Mamba and linear attention "
+            "carry a state from token to token",
+            "ulysses_parallel_size 1, or a stack of attention layers.",
+        )
+
+
+def _check_dropout(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:
+    unwired = []
+    for name, module in modules:
+        dropout = getattr(module, "embedding_dropout", None)
+        if isinstance(dropout, torch.nn.Dropout) and dropout.p:
+            unwired += [f"{name}.embedding_dropout"] * (not isinstance(dropout, ShardDropout))
+        if getattr(module, "hidden_dropout", 0):
+            for slot in _BIAS_DROPOUT_ADDS:
+                add = getattr(module, slot, None)
+                if getattr(add, "__name__", None) == "get_bias_dropout_add":
+                    unwired.append(f"{name}.{slot}")
+    if unwired:
+        raise _error(
+            unwired,
+            ulysses,
+            "dropout masks differ between the shards of a sequence",
+            "with_ulysses(spec) for the layers, and wire_dropout(model) for the embedding.",
+        )
+
+
+def _error(names: list[str], ulysses: int, rule: str, nearest: str) -> ParallelConfigError:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ParallelConfigError(
+        f"ulysses_parallel_size={ulysses} with {shown}.", rule=rule, nearest=nearest
+    )
