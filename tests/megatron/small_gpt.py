@@ -43,7 +43,10 @@ class Setting:
         tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
     def transformer_config(self) -> Any:
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_config import (
+            MLATransformerConfig,
+            TransformerConfig,
+        )
 
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         values: dict[str, Any] = dict(
@@ -70,7 +73,8 @@ class Setting:
             gradient_accumulation_fusion=False,
             calculate_per_token_loss=True,
         )
-        return TransformerConfig(**(values | self.config))
+        latent = self.config.get("multi_latent_attention")
+        return (MLATransformerConfig if latent else TransformerConfig)(**(values | self.config))
 
 
 def local_spec(config: Any) -> Any:
