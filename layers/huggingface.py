@@ -20,7 +20,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def use_ulysses(
-    model: torch.nn.Module,
+    model: Any,
     group: dist.ProcessGroup,
     sequence_layout: SequenceLayout | None = None,
     local_attention: Callable[..., torch.Tensor] | None = None,
@@ -191,7 +191,7 @@ def _check_options(local_attention: Callable[..., Any], names: list[str]) -> Non
         )
 
 
-def _check_model(model: torch.nn.Module, pretrained_model: type) -> None:
+def _check_model(model: Any, pretrained_model: type) -> None:
     if not isinstance(model, pretrained_model):
         raise ParallelConfigError(
             f"use_ulysses on {type(model).__name__}.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,23 +27,25 @@ _REFUSED = {
 }
 
 
-@dataclass
 class WholeSequence:
     """The sequence that a forward call attends to.
 
+    Not a dataclass: FSDP2 copies those when it casts inputs, and `layers` would count in a copy.
+
     Args:
         layout: the tokens of each rank.
-        causal: whether the causal mask applies.
         cu_seqlens: global document boundaries.
+
+    Attributes:
+        causal: whether the causal mask applies.
         mask: [b or 1, 1, s or 1, s], boolean (True = attend) or additive.
         layers: attention layers that have used it.
     """
 
-    layout: SequenceLayout
-    causal: bool = True
-    cu_seqlens: list[int] | None = None
-    mask: torch.Tensor | None = None
-    layers: int = 0
+    def __init__(self, layout: SequenceLayout, cu_seqlens: list[int] | None = None) -> None:
+        self.layout, self.cu_seqlens = layout, cu_seqlens
+        self.causal, self.layers = True, 0
+        self.mask: torch.Tensor | None = None
 
 
 def prepare_inputs(
@@ -74,7 +75,7 @@ def prepare_inputs(
     layout = kwargs.pop("sequence_layout", None) or sequence_layout
     layout = layout or equal_lengths(tokens.size(1), group.size())
     _check_length(tokens, layout, group)
-    whole = WholeSequence(layout, cu_seqlens=_documents(kwargs, layout))
+    whole = WholeSequence(layout, _documents(kwargs, layout))
     _read_mask(whole, kwargs, tokens)
     kwargs["position_ids"] = _positions(whole, kwargs, tokens, group)
     kwargs["use_cache"] = False

@@ -20,6 +20,7 @@ if (_root / "setup.py").is_file() and (_root / "parallel_state" / "__init__.py")
 
 if TYPE_CHECKING:
     from .batch import shard_batch, shift_labels
+    from .gradients import average_replicated_gradients, clip_gradients, gradient_norm
     from .head_layout import HeadLayout
     from .loss import (
         cross_entropy,
@@ -40,7 +41,10 @@ _EXPORTS = {
     "HeadLayout": "head_layout",
     "ParallelConfigError": "parallel_state.errors",
     "SequenceLayout": "sequence_layout",
+    "average_replicated_gradients": "gradients",
+    "clip_gradients": "gradients",
     "cross_entropy": "loss",
+    "gradient_norm": "gradients",
     "linear_cross_entropy": "loss",
     "megatron_on_cpu": "without_gpu",
     "megatron_token_loss": "loss",
@@ -54,7 +58,10 @@ __all__ = [
     "HeadLayout",
     "ParallelConfigError",
     "SequenceLayout",
+    "average_replicated_gradients",
+    "clip_gradients",
     "cross_entropy",
+    "gradient_norm",
     "linear_cross_entropy",
     "megatron_on_cpu",
     "megatron_token_loss",

@@ -112,7 +112,19 @@ def _destroy_groups() -> bool:
             done = False
     if dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
     return done
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps plans by mesh, and meshes of equal ranks are equal: the plan of an earlier job
+    names groups that are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
 @contextlib.contextmanager
