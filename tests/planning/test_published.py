@@ -9,12 +9,12 @@ import pytest
 from .published import Row, formula_rows, measured_rows
 
 
-@pytest.mark.parametrize("row", formula_rows(), ids=str)
+@pytest.mark.parametrize("row", list(formula_rows()), ids=str)
 def test_formula(row: Row) -> None:
     assert abs(row.error()) < 0.002, f"{row}: {row.compute()} against {row.published} {row.unit}"
 
 
-@pytest.mark.parametrize("row", measured_rows(), ids=str)
+@pytest.mark.parametrize("row", list(measured_rows()), ids=str)
 def test_measured(row: Row) -> None:
     print(f"{row}: {row.compute():,.4g} against {row.published:,} {row.unit}: {row.error():+.1%}")
     assert abs(row.error()) < row.limit

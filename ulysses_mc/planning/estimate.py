@@ -56,7 +56,11 @@ class Estimate:
     def heads(self) -> str:
         """The head layout, for people."""
         layout = head_layout(self.job.model, self.setting.tp, self.setting.ulysses)
-        return str(layout) if isinstance(layout, Exception) else layout.describe()
+        if isinstance(layout, Exception):
+            return str(layout)
+        if self.setting.ulysses == 1:
+            return f"{layout.local_heads} query, {layout.local_kv_heads} KV heads per rank"
+        return layout.describe()
 
     @cached_property
     def notes(self) -> list[str]:

@@ -163,6 +163,8 @@ def fits_any(job: Job, limits: Limits = Limits()) -> Setting | None:
     choice = [c for c in RECOMPUTE if c in job.recompute][-1]
     micro = limits.micro_batch or 1
     for layout in layouts(job, limits):
+        if layout.tp > job.gpu.gpus_per_node and limits.tp is None:
+            continue  # it would fit, and nobody would wait for it
         setting = replace(layout, micro_batch=micro, vpp=limits.vpp or 1, recompute=choice)
         if not broken_rule(job, setting) and memory(job, setting).total <= job.gpu.memory:
             return setting

@@ -1,0 +1,146 @@
+"""A model from its Hugging Face config.json. Needs no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .fields import Fields
+from .model import MLAShape, ModelShape, MoEShape
+from .problems import Problem, RequestError, check
+
+_HEADS = ("num_attention_heads", "n_head")
+_KEYS = {
+    "num_hidden_layers", "n_layer", "hidden_size", "n_embd", *_HEADS, "num_key_value_heads",
+    "head_dim", "intermediate_size", "n_inner", "vocab_size", "max_position_embeddings",
+    "n_positions", "rope_theta", "tie_word_embeddings", "attention_bias", "model_type",
+    "hidden_dropout", "resid_pdrop", "num_local_experts", "num_experts", "n_routed_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+    "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
+    "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rms_norm_eps", "text_config",
+}  # fmt: skip
+_QKV_BIAS = ("qwen2", "qwen2_moe")
+_QK_NORM = ("qwen3", "qwen3_moe", "olmo2")
+_CLASSIC = ("gpt2", "gpt_neox", "opt", "bloom")  # LayerNorm, two matrices, biases
+
+
+def read_hugging_face(path: str | Path) -> ModelShape:
+    """The model that a config.json (or a folder that holds one) describes.
+
+    Raises:
+        RequestError: no such file, no JSON object, or fields that are missing or wrong: all listed.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            [Problem(f"{file}: {error}", "a Hugging Face config.json: a JSON object")]
+        ) from None
+    if not isinstance(config, dict):
+        raise RequestError([Problem(f"{file} holds a {type(config).__name__}", "a JSON object")])
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, dict) else config
+    name = str(config.get("_name_or_path") or config.get("model_type") or file.parent.name)
+    return model_from_config(merged, name=name, source=file.name)
+
+
+def model_from_config(config: dict[str, Any], *, name: str, source: str) -> ModelShape:
+    """The model of a config that is already a dict."""
+    fields = Fields(config, source)
+    fields.misspelt(_KEYS)
+    kind = str(config.get("model_type", "llama"))
+    layers, hidden = (
+        fields.whole("num_hidden_layers", "n_layer"),
+        fields.whole("hidden_size", "n_embd"),
+    )
+    heads = fields.whole(*_HEADS)
+    groups = fields.whole("num_key_value_heads", default=heads)
+    classic = kind in _CLASSIC
+    mla = _mla(fields)
+    moe = _moe(fields, layers)
+    dense = fields.whole("intermediate_size", "n_inner", default=4 * hidden if classic else None)
+    nope = fields.whole("qk_nope_head_dim", default=128) if mla else 0
+    positions = fields.whole("max_position_embeddings", "n_positions", default=2048)
+    model = ModelShape(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=heads if mla else groups,
+        head_dim=nope + mla.rope_head_dim
+        if mla
+        else fields.whole("head_dim", default=max(hidden // heads, 1)),
+        value_head_dim=fields.whole("v_head_dim", default=128) if mla else 0,
+        ffn_hidden_size=dense,
+        vocab_size=fields.whole("vocab_size"),
+        gated_mlp=not classic,
+        layer_norm=classic,
+        linear_bias=classic,
+        qkv_bias=kind in _QKV_BIAS or fields.flag("attention_bias"),
+        qk_norm=kind in _QK_NORM,
+        tied_embeddings=fields.flag("tie_word_embeddings", default=classic),
+        hidden_dropout=fields.number("hidden_dropout", "resid_pdrop", default=0.0) > 0,
+        learned_positions=positions if kind in ("gpt2", "opt") else 0,
+        max_positions=positions,
+        rotary_base=fields.number("rope_theta", default=10000.0),
+        moe=moe,
+        mla=mla,
+    )
+    check([*fields.problems, *(model_problems(model, source) if not fields.problems else [])])
+    return model
+
+
+def model_problems(model: ModelShape, source: str) -> list[Problem]:
+    """What does not go together in a model."""
+    problems = []
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads % groups:
+        near = [n for n in range(1, heads + 1) if heads % n == 0]
+        best = sorted(sorted(near, key=lambda n: abs(n - groups))[:2])
+        problems.append(
+            Problem(
+                f"{source}: {groups} key/value heads do not divide {heads} query heads "
+                f"(remainder {heads % groups})",
+                "the key/value heads divide the query heads",
+                " or ".join(map(str, best)),
+            )
+        )
+    if model.moe and model.moe.top_k > model.moe.num_experts:
+        problems.append(
+            Problem(
+                f"{source}: top {model.moe.top_k} of {model.moe.num_experts} experts",
+                "a token visits at most all experts",
+                str(model.moe.num_experts),
+            )
+        )
+    return problems
+
+
+def _mla(fields: Fields) -> MLAShape | None:
+    if fields.values.get("kv_lora_rank") is None:
+        return None
+    rank = fields.values.get("q_lora_rank")
+    return MLAShape(
+        q_lora_rank=None if rank is None else fields.whole("q_lora_rank"),
+        kv_lora_rank=fields.whole("kv_lora_rank"),
+        rope_head_dim=fields.whole("qk_rope_head_dim", default=64),
+    )
+
+
+def _moe(fields: Fields, layers: int) -> MoEShape | None:
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    if not any(fields.values.get(name) for name in names):
+        return None
+    width = fields.whole("moe_intermediate_size", "intermediate_size")
+    count = fields.whole("n_shared_experts", default=0, minimum=0)
+    shared = fields.whole("shared_expert_intermediate_size", default=count * width, minimum=0)
+    return MoEShape(
+        num_experts=fields.whole(*names),
+        top_k=fields.whole("num_experts_per_tok", default=2),
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=shared,
+        num_dense_layers=min(fields.whole("first_k_dense_replace", default=0, minimum=0), layers),
+    )

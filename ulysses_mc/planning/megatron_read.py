@@ -1,0 +1,322 @@
+"""A run from Megatron-LM's command line. Names and defaults: megatron.training.arguments 0.19."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from .fields import Fields
+from .hugging_face import model_problems
+from .model import MLAShape, ModelShape, MoEShape
+from .problems import Problem
+from .run import Run
+
+# Flags without a value. Each is False unless given.
+SWITCHES = frozenset(
+    [
+        "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
+        "qk-layernorm", "untie-embeddings-and-output-weights", "sequence-parallel",
+        "use-distributed-optimizer", "recompute-activations", "bf16", "fp16",
+        "multi-latent-attention", "overlap-grad-reduce", "overlap-param-gather",
+        "tp-comm-overlap", "optimizer-cpu-offload", "use-mcore-models", "use-flash-attn",
+        "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
+        "moe-grouped-gemm", "calculate-per-token-loss", "use-rotary-position-embeddings",
+        "squared-relu", "openai-gelu", "mock-data", "no-masked-softmax-fusion",
+        "no-rope-fusion", "use-torch-fsdp2", "use-megatron-fsdp", "cross-entropy-loss-fusion",
+        "manual-gc", "accumulate-allreduce-grads-in-fp32", "use-checkpoint-args",
+        "no-load-optim", "no-load-rng",
+    ]
+)  # fmt: skip
+# Flags with a value that are read here.
+READ = frozenset(
+    [
+        "num-layers", "hidden-size", "num-attention-heads", "num-query-groups", "kv-channels",
+        "ffn-hidden-size", "seq-length", "max-position-embeddings", "position-embedding-type",
+        "rotary-base", "normalization", "hidden-dropout", "attention-dropout", "num-experts",
+        "moe-router-topk", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size",
+        "moe-layer-freq", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
+        "v-head-dim", "vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by",
+        "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+        "cp-comm-type", "hierarchical-context-parallel-sizes", "expert-model-parallel-size",
+        "expert-tensor-parallel-size", "num-layers-per-virtual-pipeline-stage",
+        "num-virtual-stages-per-pipeline-rank", "micro-batch-size", "global-batch-size",
+        "recompute-granularity", "recompute-method", "recompute-num-layers",
+        "recompute-modules", "fp8-format", "spec", "attention-backend", "transformer-impl",
+        "data-parallel-sharding-strategy",
+    ]
+)  # fmt: skip
+# Flags with a value that change nothing here.
+OTHER = frozenset(
+    [
+        "lr", "min-lr", "lr-decay-style", "lr-warmup-iters", "lr-decay-iters",
+        "lr-warmup-samples", "lr-warmup-fraction", "weight-decay", "clip-grad", "adam-beta1",
+        "adam-beta2", "adam-eps", "init-method-std", "seed", "train-iters", "train-samples",
+        "eval-iters", "eval-interval", "save", "save-interval", "load", "data-path", "split",
+        "data-cache-path", "tokenizer-type", "tokenizer-model", "vocab-file", "merge-file",
+        "log-interval", "tensorboard-dir", "wandb-project", "wandb-exp-name",
+        "distributed-backend", "distributed-timeout-minutes", "num-workers", "fp8-recipe",
+        "exit-duration-in-mins", "ckpt-format", "moe-router-load-balancing-type",
+        "moe-aux-loss-coeff", "moe-token-dispatcher-type", "manual-gc-interval",
+    ]
+)  # fmt: skip
+_LAUNCHER = ("nproc_per_node", "nproc-per-node", "nnodes")
+_SPLIT = ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
+
+
+def read_megatron(command: str | Sequence[str], source: str = "command line") -> Run:
+    """The run that a Megatron command line describes; torchrun's own options are understood.
+
+    Args:
+        command: with or without `torchrun ... pretrain_gpt.py` in front.
+        source: for messages.
+
+    Returns:
+        The run. What is wrong with it is in its `problems`, not raised, so that all of it can
+        be told at once.
+    """
+    words = shlex.split(command, comments=True) if isinstance(command, str) else list(command)
+    values, problems, unread = _parse([word for word in words if word != "\n"], source)
+    fields = Fields(values, source)
+    fields.problems += problems
+    model = _model(fields)
+    if not fields.problems:
+        fields.problems += model_problems(model, source)
+    return _run(fields, model, source, tuple(unread))
+
+
+def _parse(words: list[str], source: str) -> tuple[dict[str, Any], list[Problem], list[str]]:
+    """Flags to values (True for switches), problems, and flags that are not used."""
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    unread: list[str] = []
+    known = [*SWITCHES, *READ, *OTHER, *_LAUNCHER]
+    for flag, given in _flags(words):
+        if flag in SWITCHES and not given:
+            values[flag] = True
+        elif flag in READ or flag in _LAUNCHER:
+            if not given:
+                problems.append(Problem(f"{source}: --{flag} has no value", "it takes one"))
+            several = ("hierarchical-context-parallel-sizes", "cp-comm-type", "spec",
+                       "recompute-modules")  # fmt: skip
+            values[flag] = given if flag in several else given[0] if given else None
+        elif flag not in OTHER and flag not in SWITCHES:
+            near = get_close_matches(flag, known, n=1, cutoff=0.88)
+            if near:
+                problems.append(
+                    Problem(f"{source}: unknown flag --{flag}", "a known flag", f"--{near[0]}")
+                )
+            else:
+                unread.append(f"--{flag}")
+    return values, problems, unread
+
+
+def _flags(words: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """(flag, values) in order; `--a=b` too. Words before the first flag are left out."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            found.append((name, [value] if equals else []))
+        elif found and not word.endswith(".py"):
+            found[-1][1].append(word)
+    return found
+
+
+def _model(fields: Fields) -> ModelShape:
+    given = fields.values
+    layers, hidden = fields.whole("num-layers"), fields.whole("hidden-size")
+    heads = fields.whole("num-attention-heads")
+    grouped = fields.flag("group-query-attention")
+    groups = fields.whole("num-query-groups", default=1) if grouped else heads
+    if "num-query-groups" in given and not grouped:
+        fields.problems.append(
+            Problem(
+                f"{fields.source}: --num-query-groups {given['num-query-groups']} without "
+                "--group-query-attention",
+                "Megatron ignores the number without the switch",
+                "--group-query-attention",
+            )
+        )
+    swiglu, norm = fields.flag("swiglu"), fields.text("normalization", "LayerNorm")
+    bias = not fields.flag("disable-bias-linear")
+    usual = int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
+    ffn = fields.whole("ffn-hidden-size", default=max(usual, 1))
+    learned = fields.text("position-embedding-type", "learned_absolute") == "learned_absolute"
+    positions = fields.whole("max-position-embeddings", "seq-length", default=1)
+    mla = _mla(fields)
+    nope = fields.whole("qk-head-dim", default=128) if mla else 0
+    return ModelShape(
+        name="Megatron GPT",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=heads if mla else groups,
+        head_dim=nope + mla.rope_head_dim
+        if mla
+        else fields.whole("kv-channels", default=max(hidden // heads, 1)),
+        value_head_dim=fields.whole("v-head-dim", default=128) if mla else 0,
+        ffn_hidden_size=ffn,
+        vocab_size=_vocabulary(fields),
+        gated_mlp=swiglu,
+        layer_norm=norm == "LayerNorm",
+        linear_bias=bias,
+        qkv_bias=fields.flag("add-qkv-bias"),
+        qk_norm=fields.flag("qk-layernorm"),
+        tied_embeddings=not fields.flag("untie-embeddings-and-output-weights"),
+        hidden_dropout=fields.number("hidden-dropout", default=0.1) > 0,
+        learned_positions=positions if learned else 0,
+        max_positions=positions,
+        rotary_base=fields.number("rotary-base", default=10000.0),
+        moe=_moe(fields, ffn, layers),
+        mla=mla,
+    )
+
+
+def _vocabulary(fields: Fields) -> int:
+    if fields.values.get("padded-vocab-size"):
+        return fields.whole("padded-vocab-size")
+    # The tokenizer says it where the flags do not; GPT-2's is the usual one.
+    size = fields.whole("vocab-size", default=50257)
+    unit = fields.whole("make-vocab-size-divisible-by", default=128)
+    unit *= fields.whole("tensor-model-parallel-size", default=1)
+    return -(-size // unit) * unit
+
+
+def _mla(fields: Fields) -> MLAShape | None:
+    if not fields.flag("multi-latent-attention"):
+        return None
+    return MLAShape(
+        q_lora_rank=fields.whole("q-lora-rank") if fields.values.get("q-lora-rank") else None,
+        kv_lora_rank=fields.whole("kv-lora-rank", default=32),
+        rope_head_dim=fields.whole("qk-pos-emb-head-dim", default=64),
+    )
+
+
+def _moe(fields: Fields, ffn: int, layers: int) -> MoEShape | None:
+    if not fields.values.get("num-experts"):
+        return None
+    frequency = str(fields.values.get("moe-layer-freq", "1"))
+    dense = 0
+    if "[0]" in frequency:  # "([0]*3+[1]*58)"
+        digits = frequency.split("[0]*")[-1].split("+")[0].strip("() ")
+        dense = int(digits) if digits.isdigit() else 1
+    return MoEShape(
+        num_experts=fields.whole("num-experts"),
+        top_k=fields.whole("moe-router-topk", default=2),
+        ffn_hidden_size=fields.whole("moe-ffn-hidden-size", default=ffn),
+        shared_ffn_hidden_size=fields.whole(
+            "moe-shared-expert-intermediate-size", default=0, minimum=0
+        ),
+        num_dense_layers=min(dense, layers),
+    )
+
+
+def _run(fields: Fields, model: ModelShape, source: str, unread: tuple[str, ...]) -> Run:
+    tp = fields.whole("tensor-model-parallel-size", default=1)
+    pp = fields.whole("pipeline-model-parallel-size", default=1)
+    ulysses, ring = _context(fields)
+    micro = fields.whole("micro-batch-size", default=1)
+    nodes = fields.whole("nnodes", default=1)
+    per_node = fields.whole("nproc_per_node", "nproc-per-node", default=0, minimum=0)
+    sharded = fields.flag("use-distributed-optimizer")
+    precision = "fp8" if fields.values.get("fp8-format") else "fp32"
+    if precision == "fp32" and (fields.flag("bf16") or fields.flag("fp16")):
+        precision = "bf16"
+    etp = fields.whole("expert-tensor-parallel-size", default=tp)
+    world = nodes * per_node
+    dp = max(world // (tp * pp * ulysses * ring), 1)
+    return Run(
+        source=source,
+        model=model,
+        seq_length=fields.whole("seq-length"),
+        micro_batch_size=micro,
+        global_batch_size=fields.whole("global-batch-size", default=micro * dp),
+        world_size=world,
+        tp=tp,
+        ulysses=ulysses,
+        ring=ring,
+        pp=pp,
+        vpp=_chunks(fields, model.num_layers, pp),
+        ep=fields.whole("expert-model-parallel-size", default=1),
+        etp=etp if etp != tp else None,
+        recompute=_recompute(fields),
+        precision=precision,
+        zero_stage=_zero_stage(fields, sharded),
+        tp_sequence_sharding=fields.flag("sequence-parallel") and tp > 1,
+        attention="unfused" if fields.values.get("attention-backend") == "unfused" else "flash",
+        offload_optimizer=fields.flag("optimizer-cpu-offload"),
+        unread=unread,
+        problems=tuple(fields.problems),
+    )
+
+
+def _zero_stage(fields: Fields, sharded: bool) -> int:
+    strategy = fields.values.get("data-parallel-sharding-strategy")
+    stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+    if strategy is None:
+        return 1 if sharded else 0
+    return stages[fields.text("data-parallel-sharding-strategy", "optim", stages)]
+
+
+def _context(fields: Fields) -> tuple[int, int]:
+    """(Ulysses, ring) sizes of Megatron's context-parallel group."""
+    size = fields.whole("context-parallel-size", default=1)
+    kinds = fields.values.get("cp-comm-type") or ["p2p"]
+    ours = any("ulysses_mc" in word for word in fields.values.get("spec") or [])
+    known = ("p2p", "a2a", "allgather", "a2a+p2p")
+    for kind in kinds:
+        if kind not in known:
+            near = get_close_matches(str(kind), known, n=1, cutoff=0.4)
+            text = f"{fields.source}: --cp-comm-type {kind}"
+            fields.problems.append(Problem(text, f"one of {', '.join(known)}", near[0]
+                                           if near else ""))  # fmt: skip
+    if kinds[0] != "a2a+p2p":
+        return (size, 1) if kinds[0] == "a2a" or ours else (1, size)
+    sizes = fields.values.get("hierarchical-context-parallel-sizes") or []
+    if len(sizes) != 2 or not all(s.isdigit() for s in sizes):
+        fields.problems.append(
+            Problem(
+                f"{fields.source}: --cp-comm-type a2a+p2p with "
+                f"--hierarchical-context-parallel-sizes {' '.join(sizes) or '(none)'}",
+                "two sizes, Ulysses and ring",
+                f"--hierarchical-context-parallel-sizes {size} 1",
+            )
+        )
+        return size, 1
+    ulysses, ring = int(sizes[0]), int(sizes[1])
+    if ulysses * ring != size:
+        fields.problems.append(
+            Problem(
+                f"{fields.source}: --hierarchical-context-parallel-sizes {ulysses} {ring}",
+                f"they multiply to --context-parallel-size {size}",
+                f"--context-parallel-size {ulysses * ring}",
+            )
+        )
+    return ulysses, ring
+
+
+def _chunks(fields: Fields, layers: int, pp: int) -> int:
+    """Model chunks of a stage, from either of Megatron's two flags."""
+    if fields.values.get(_SPLIT[1]):
+        return fields.whole(_SPLIT[1])
+    if not fields.values.get(_SPLIT[0]):
+        return 1
+    each, stage = fields.whole(_SPLIT[0]), layers // pp
+    if not stage or stage % each:
+        fields.problems.append(
+            Problem(
+                f"{fields.source}: --{_SPLIT[0]} {each} with {stage} layers on a stage",
+                "the chunks of a stage are of equal size",
+                " or ".join(str(n) for n in range(1, stage + 1) if stage % n == 0),
+            )
+        )
+        return 1
+    return stage // each
+
+
+def _recompute(fields: Fields) -> str:
+    if fields.flag("recompute-activations"):
+        return "selective"
+    return fields.text("recompute-granularity", "none", ("none", "selective", "full"))
