@@ -29,7 +29,6 @@ from .preflight import RunShape
 from .safe_load import check_metadata
 
 LATEST = "latest_checkpointed_iteration.txt"
-_LAYOUT = {"distrib_optim_sharding_type": "fully_reshardable"}
 # What may differ between the run that saved and the run that loads.
 _FREE = {"seq_length", "recompute", "transformer_impl", "local_attention", "attention_dropout",
          "hidden_dropout", "make_vocab_size_divisible_by", "vocab_size"}  # fmt: skip
@@ -121,7 +120,7 @@ def save(
         partial.mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(
-        _state(model, optimizer, scheduler, loading=False), str(partial), content_metadata=_LAYOUT
+        _state(model, optimizer, scheduler, loading=False), str(partial), content_metadata=_format()
     )
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, _hash_own_files(partial))
@@ -196,13 +195,19 @@ def verify(path: Path) -> None:
         raise UserError(f"checkpoint {path} is damaged: {', '.join(damaged)}")
 
 
+def _format() -> dict[str, Any]:
+    """The optimizer's format that any layout can load. New each time: Megatron writes its groups
+    into the dict."""
+    return {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
 def _state(model: list[Any], optimizer: Any, scheduler: Any, *, loading: bool) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     state: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=_LAYOUT) for name, chunk in _chunks(model)
+        name: chunk.sharded_state_dict(metadata=_format()) for name, chunk in _chunks(model)
     }
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_LAYOUT)
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_format())
     state["opt_param_scheduler"] = scheduler.state_dict()
     state["rng"] = ShardedObject(
         "rng", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0

@@ -45,8 +45,9 @@ class ModelOptions:
     """one letter per layer of a hybrid: * attention, - MLP, M Mamba, E mixture of experts"""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """local: Megatron's own layers, no further package; transformer_engine: needs CUDA and TE"""
-    local_attention: Literal["spec", "sdpa"] = "sdpa"
-    """between the two exchanges: the layer spec's own core attention, or PyTorch's SDPA"""
+    local_attention: Literal["auto", "spec", "sdpa"] = "auto"
+    """between the exchanges: the layers' own core attention (auto: TransformerEngine's), or
+    PyTorch's SDPA (auto: with Megatron's own layers)"""
     recompute: Literal["none", "selective", "full"] = "none"
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0

@@ -12,6 +12,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from ulysses_mc.layers import check_wired, wire_dropout
+from ulysses_mc.parallel_state import ParallelState
 
 from .config import Config, unknown_key
 from .errors import UserError
@@ -117,14 +119,17 @@ def build_chunk(
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         return GPTModel(megatron, gpt_spec(config, megatron, vp_stage), **common)
-    spec = hybrid_spec(config, megatron)
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    return HybridModel(megatron, spec, hybrid_layer_pattern=model.hybrid_layer_pattern, **common)
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        raise UserError("model.kind hybrid needs megatron-core >= 0.19 (Python >= 3.12)") from None
+    return HybridModel(
+        megatron, hybrid_spec(config), hybrid_layer_pattern=model.hybrid_layer_pattern, **common
+    )
 
 
 def build_model(
-    config: Config, shape: RunShape, device: torch.device
+    config: Config, shape: RunShape, state: ParallelState, device: torch.device
 ) -> list[DistributedDataParallel]:
     """The chunks of this rank, on `device`, in Megatron's DistributedDataParallel."""
     megatron = transformer_config(config, device)
@@ -138,11 +143,13 @@ def build_model(
     model = []
     for stage in range(chunks) if chunks else [None]:
         chunk = build_chunk(config, shape, megatron, stage).to(device)
+        wire_dropout(chunk)
         if config.training.precision == "bf16":
             chunk = Float16Module(megatron, chunk)
         model.append(
             DistributedDataParallel(megatron, options, chunk, disable_bucketing=bool(stage))
         )
+    check_wired(model, state)
     return model
 
 

@@ -113,7 +113,8 @@ def check(config: Config, world_size: int) -> RunShape:
     for prefix in data_prefixes(config):
         open_checked(prefix, vocab)
     multiple = token_multiple(config, grid)
-    step = config.model.make_vocab_size_divisible_by * grid.size("tp")
+    # Not times tp, as in Megatron-LM: a checkpoint then fits every tp that divides it.
+    step = lcm(config.model.make_vocab_size_divisible_by, grid.size("tp"))
     return RunShape(
         grid=grid,
         micro_batch_size=config.batch.micro_batch_size,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from .errors import UserError
 from .indexed import open_checked, unigram_entropy
 from .preflight import RunShape, data_prefixes
 
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
 
 def run(config: Config, shape: RunShape) -> int:
     """Runs on every rank; returns the exit code."""
@@ -25,16 +29,22 @@ def run(config: Config, shape: RunShape) -> int:
     join_process_group(config, device)
     try:
         with on_device(device), quiet():
-            return _run(config, shape, device)
+            trainer = prepare(config, shape, device)
+            signal.signal(signal.SIGTERM, trainer.stop_soon)
+            complete = trainer.train()
+            if trainer.log is not None:
+                summarize(config, trainer.log, complete)
     finally:
         dist.destroy_process_group()
+    return 0
 
 
-def _run(config: Config, shape: RunShape, device: torch.device) -> int:
+def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
+    """Groups, model, optimizer, data, and the checkpoint to continue from."""
     from megatron.core import tensor_parallel
     from ulysses_mc.parallel_state import initialize_model_parallel
 
-    from . import checkpoint
+    from . import checkpoint, self_check
     from .data import build_datasets
     from .model import build_model, build_optimizer, number_of_parameters
     from .trainer import Trainer
@@ -44,7 +54,7 @@ def _run(config: Config, shape: RunShape, device: torch.device) -> int:
     state = initialize_model_parallel(config.parallel, use_megatron=True)
     torch.manual_seed(config.training.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
-    model = build_model(config, shape, device)
+    model = build_model(config, shape, state, device)
     optimizer = build_optimizer(config, model)
     datasets, train_iters = _datasets(config, shape, build_datasets)
     trainer = Trainer(config, shape, state, device, model, optimizer, datasets, train_iters)
@@ -55,10 +65,10 @@ def _run(config: Config, shape: RunShape, device: torch.device) -> int:
         f"{train_iters} iterations, {train_iters * shape.global_batch_size} samples"
     )
     trainer.resume()
-    complete = trainer.train()
-    if trainer.log is not None:
-        summarize(config, trainer.log, complete)
-    return 0
+    if config.training.self_check:
+        self_check.ranks_agree(config, datasets[0], trainer.progress.consumed_samples)
+        self_check.attention_reaches_all_ranks(trainer)
+    return trainer
 
 
 def _datasets(config: Config, shape: RunShape, build: Any) -> tuple[tuple[Any, Any], int]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import resource
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,8 +24,8 @@ from . import checkpoint
 from .checkpoint import Progress
 from .config import Config
 from .data import Batches
-from .flops import flops_per_step, peak_tflops
-from .log import Record, RunLog
+from .log import RunLog
+from .measure import measure
 from .model import build_scheduler
 from .preflight import RunShape, accumulation_steps
 
@@ -65,7 +63,6 @@ class Trainer:
         self.saved_at: int | None = None
         self.log: RunLog | None = None
         self.stop_requested = False
-        signal.signal(signal.SIGTERM, self._on_sigterm)
         self._connect()
 
     def _connect(self) -> None:
@@ -77,7 +74,8 @@ class Trainer:
             hooks = [chunk.no_sync for chunk in self.model]
             megatron.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
 
-    def _on_sigterm(self, *_: object) -> None:
+    def stop_soon(self, *_: object) -> None:
+        """Lets all ranks end after this step, with a checkpoint; a handler for SIGTERM."""
         self.stop_requested = True
 
     # --- one step -------------------------------------------------------------------------
@@ -180,18 +178,37 @@ class Trainer:
             self.state.rank("dp"),
             shape.data_parallel_size,
         )
-        for chunk in self.model:
-            chunk.eval()
         loss, tokens = 0.0, 0
-        with torch.no_grad():
+        with self.evaluating():
             for step in range(min(options.iters, -(-len(self.valid_data) // total))):
                 batches = [source.step(step * total, steps, micro) for _ in self.model]
                 result = self.run_batches(batches, steps, micro, length, train=False)
                 loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
-        for chunk in self.model:
-            chunk.train()
         if self.log is not None and tokens:
             self.log.evaluation(self.progress.iteration, loss / tokens, tokens)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without dropout and gradients."""
+        with self.parameters_gathered(), torch.no_grad():
+            for chunk in self.model:
+                chunk.eval()
+            yield
+            for chunk in self.model:
+                chunk.train()
+
+    @contextlib.contextmanager
+    def parameters_gathered(self) -> Iterator[None]:
+        """With overlap_param_gather a step leaves parameters to be gathered in the next forward
+        pass; here all of them are up to date."""
+        overlapped = self.config.optimizer.overlap_param_gather
+        if overlapped:
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook(param_sync=True)
+        yield
+        if overlapped:
+            for chunk in self.model:
+                chunk.enable_forward_pre_hook()
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -248,42 +265,17 @@ class Trainer:
     def save(self) -> None:
         if self.saved_at == self.progress.iteration:
             return
-        path = checkpoint.save(
-            self.config, self.shape, self.progress, self.model, self.optimizer, self.scheduler
-        )
+        with self.parameters_gathered():
+            path = checkpoint.save(
+                self.config, self.shape, self.progress, self.model, self.optimizer, self.scheduler
+            )
         self.saved_at = self.progress.iteration
         self.say(f"saved {path}")
 
     def report(self, result: StepResult, grad_norm: float, skipped: int, seconds: float) -> None:
-        memory = torch.tensor([peak_memory_gib(self.device)], dtype=torch.float64).to(self.device)
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-        if self.log is None:
-            return
-        shape, world = self.shape, dist.get_world_size()
-        flops = flops_per_step(self.config, shape)
-        tflops = None if flops is None else flops / seconds / world / 1e12
-        peak = self.config.logging.peak_tflops_per_gpu
-        if peak is None and self.device.type == "cuda":
-            peak = peak_tflops(torch.cuda.get_device_name(self.device))
-        self.log.training(
-            Record(
-                iteration=self.progress.iteration,
-                consumed_samples=self.progress.consumed_samples,
-                elapsed_ms=seconds * 1e3,
-                tflops_per_gpu=tflops,
-                learning_rate=self.optimizer.param_groups[0]["lr"],
-                global_batch_size=shape.global_batch_size,
-                lm_loss=result.loss,
-                loss_scale=float(self.optimizer.get_loss_scale().item()),
-                grad_norm=grad_norm,
-                skipped_iterations=skipped,
-                nan_iterations=0,  # a NaN stops the run
-                tokens_per_second_per_gpu=shape.tokens_per_step / seconds / world,
-                mfu=tflops / peak if tflops is not None and peak else None,
-                peak_memory_gib=float(memory.item()),
-                eta_seconds=(self.train_iters - self.progress.iteration) * seconds,
-            )
-        )
+        record = measure(self, result, grad_norm, skipped, seconds)
+        if self.log is not None:
+            self.log.training(record)
 
     def say(self, text: str) -> None:
         if dist.get_rank() == 0:
@@ -301,11 +293,3 @@ def sum_of_losses(
     """
     total, count = masked_sum(losses.float(), loss_mask)
     return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count])}
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Largest memory of this rank so far: of its GPU, or of its process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

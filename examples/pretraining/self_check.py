@@ -1,0 +1,94 @@
+"""Two seconds at the start that find what would otherwise be a wrong loss after days."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from datetime import timedelta
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ulysses_mc.parallel_state.agreement import check_agreement
+
+from ulysses_mc import __version__
+
+from .config import Config, known_keys
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+MIN_PROBE_LENGTH = 64
+
+
+def ranks_agree(config: Config, train_data: Any, first_sample: int) -> None:
+    """Every rank was given the same config, runs the same versions, and has the same data order.
+
+    Raises:
+        ParallelConfigError: on every rank, naming the fields and the ranks that differ.
+    """
+    values = {key: _value(config, key) for key in known_keys()}
+    settings = {key: v for key, v in values.items() if not dataclasses.is_dataclass(v)}
+    packages = ("torch", "megatron-core", "numpy")
+    versions = {f"version of {name}": version(name) for name in packages}
+    data = {"training samples": len(train_data), "data order": data_order(train_data, first_sample)}
+    check_agreement(
+        {**settings, **versions, "version of ulysses_mc": __version__, **data},
+        timedelta(minutes=config.parallel.distributed_timeout_minutes),
+    )
+
+
+def data_order(dataset: Any, first_sample: int, samples: int = 4) -> str:
+    """A digest of the next few samples."""
+    digest = hashlib.sha256()
+    for number in range(first_sample, min(first_sample + samples, len(dataset))):
+        digest.update(dataset[number]["tokens"].numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def attention_reaches_all_ranks(trainer: Trainer) -> None:
+    """The first rank's first tokens change the last rank's loss, by a run of the real pipeline.
+
+    Raises:
+        RuntimeError: they do not: attention is confined to each rank's own tokens.
+    """
+    shape = trainer.shape
+    ranks = shape.grid.size("cp")
+    if ranks == 1:
+        return
+    length = -(-MIN_PROBE_LENGTH // shape.token_multiple) * shape.token_multiple
+    chunk = length // (2 * ranks)
+    tokens = torch.arange(length) % shape.vocab_size
+    mask = torch.zeros(length)
+    mask[ranks * chunk : (ranks + 1) * chunk] = 1  # of the last rank, in Megatron's order
+    changed = tokens.clone()
+    changed[:chunk] = (changed[:chunk] + shape.vocab_size // 2) % shape.vocab_size
+    before, after = (_loss(trainer, variant, mask) for variant in (tokens, changed))
+    if before == after:
+        raise RuntimeError(
+            f"self-check: other tokens on the first of {ranks} ranks leave the loss on the last "
+            f"one at {before}: its attention does not see them. (training.self_check false turns "
+            "this check off; the training would go wrong all the same.)"
+        )
+
+
+def _loss(trainer: Trainer, tokens: torch.Tensor, mask: torch.Tensor) -> float:
+    length = len(tokens)
+    batch = {
+        "tokens": tokens[None],
+        "labels": tokens[None],
+        "loss_mask": mask[None],
+        "position_ids": torch.arange(length)[None],
+    }
+    # An interleaved pipeline takes a multiple of its stages.
+    steps = trainer.shape.grid.size("pp") if len(trainer.model) > 1 else 1
+    with trainer.evaluating():
+        batches = [iter([batch] * steps) for _ in trainer.model]
+        return trainer.run_batches(batches, steps, 1, length, train=False).loss
