@@ -9,9 +9,9 @@ from difflib import get_close_matches
 
 from ..parallel_state.errors import ParallelConfigError
 from ..planning.problems import Problem, RequestError
-from . import plan
+from . import explain, plan
 
-_COMMANDS = {"plan": plan}
+_COMMANDS = {"plan": plan, "explain": explain}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -78,6 +78,11 @@ def run(options: argparse.Namespace, problems: list[Problem]) -> int:
     if options.yaml:
         from ..planning.example_config import write_yaml
 
+        runnable = [e for e in plan.ranked if e.setting.ring == 1]
+        if options.pick == "1" and chosen.setting.ring > 1 and runnable:
+            print(f"# {chosen.setting.label()} is {runnable[0].seconds / chosen.seconds - 1:.0%} "
+                  "faster and needs ring attention, which the example does not have")  # fmt: skip
+            chosen = runnable[0]
         print(write_yaml(chosen), end="")
     if not (options.json or options.megatron or options.yaml):
         from ..planning.report_table import console, print_plan
@@ -126,13 +131,11 @@ def impossible(plan: Plan, limits: Limits) -> Problem:
 
 
 def _megatron(estimate: Estimate) -> str:
-    from ..planning.megatron_write import megatron_flags, needs_our_spec
+    from ..planning.megatron_write import megatron_flags, remark
 
     lines = [" ".join(map(shlex.quote, flag.split(" "))) for flag in megatron_flags(estimate)]
-    note = ""
-    if needs_our_spec(estimate.job, estimate.setting):
-        note = "# Megatron's own a2a refuses these heads: --spec is what makes them possible\n"
-    return note + " \\\n".join(lines)
+    note = remark(estimate.job, estimate.setting)
+    return (f"# {note}\n" if note else "") + " \\\n".join(lines)
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

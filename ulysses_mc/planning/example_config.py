@@ -65,6 +65,7 @@ def write_yaml(estimate: Estimate) -> str:
             "rotary_base": int(model.rotary_base),
             "share_embeddings_and_output_weights": model.tied_embeddings,
             "transformer_impl": "transformer_engine",
+            "local_attention": "spec",
             "recompute": setting.recompute,
         },
         "batch": {
@@ -81,6 +82,9 @@ def write_yaml(estimate: Estimate) -> str:
         sections["parallel"]["expert_tensor_parallel_size"] = 1
     transformer = _transformer_fields(estimate)
     lines = [f"# {model.name}: {setting.label()} on {job.num_gpus} x {job.gpu.name}"]
+    if setting.ring > 1:
+        lines.append("# The example has no ring attention: it refuses ring_parallel_size > 1.")
+    lines.append("device: cuda")
     for section, values in sections.items():
         lines.append(f"{section}:")
         lines += [f"  {name}: {_scalar(value)}" for name, value in values.items()]
@@ -295,6 +299,8 @@ def _run(sections: dict[str, Fields], extra: Fields, model: ModelShape, source: 
         precision=precision,
         zero_stage=1 if sharded else 0,
         tp_sequence_sharding=extra.flag("sequence_parallel"),
+        ends_count=extra.flag("account_for_embedding_in_pipeline_split")
+        and extra.flag("account_for_loss_in_pipeline_split"),
         attention="unfused" if impl == "local" and local == "spec" else "flash",
         **optional,
     )

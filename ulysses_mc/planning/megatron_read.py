@@ -247,6 +247,8 @@ def _run(fields: Fields, model: ModelShape, source: str, unread: tuple[str, ...]
         tp_sequence_sharding=fields.flag("sequence-parallel") and tp > 1,
         attention="unfused" if fields.values.get("attention-backend") == "unfused" else "flash",
         offload_optimizer=fields.flag("optimizer-cpu-offload"),
+        ends_count=fields.flag("account-for-embedding-in-pipeline-split")
+        and fields.flag("account-for-loss-in-pipeline-split"),
         unread=unread,
         problems=tuple(fields.problems),
     )

@@ -111,25 +111,43 @@ def _parallel_flags(job: Job, setting: Setting) -> list[str]:
     if setting.ep > 1:
         flags.append(f"--expert-model-parallel-size {setting.ep}")
         flags.append("--expert-tensor-parallel-size 1")
-    return flags + _context_flags(setting) + _sharding_flags(job)
+    return flags + _context_flags(job.model, setting) + _sharding_flags(job)
 
 
-def _context_flags(setting: Setting) -> list[str]:
+def _context_flags(model: ModelShape, setting: Setting) -> list[str]:
     if setting.cp == 1:
         return []
     if setting.ulysses == 1:
         return ["--cp-comm-type p2p"]
-    ours = "--spec ulysses_mc.layers.specs gpt_layer_te"
-    if setting.ring == 1:
-        return ["--cp-comm-type a2a", ours]
-    sizes = f"--hierarchical-context-parallel-sizes {setting.ulysses} {setting.ring}"
-    return ["--cp-comm-type a2a+p2p", sizes]
+    if setting.ring > 1:  # Megatron's own: this package has no ring attention
+        sizes = f"--hierarchical-context-parallel-sizes {setting.ulysses} {setting.ring}"
+        return ["--cp-comm-type a2a+p2p", sizes]
+    name = our_spec(model)
+    return ["--cp-comm-type a2a", *([f"--spec ulysses_mc.layers.specs {name}"] if name else [])]
 
 
-def needs_our_spec(job: Job, setting: Setting) -> bool:
-    """Whether stock Megatron's a2a refuses this: heads that do not divide evenly."""
+def our_spec(model: ModelShape) -> str | None:
+    """The name in ulysses_mc.layers.specs; None where one layer spec cannot say the model.
+
+    `--spec` gives every layer the same spec, so dense layers before experts are beyond it.
+    """
+    if model.moe and (model.moe.num_dense_layers or model.qk_norm):
+        return None
+    kind = ("_mla" if model.mla else "") + ("_moe" if model.moe else "")
+    return "gpt_layer_te" + (kind or ("_qk_norm" if model.qk_norm else ""))
+
+
+def remark(job: Job, setting: Setting) -> str:
+    """What to know about the flags of these heads: who can run them. '' if both can."""
     layout = head_layout(job.model, setting.tp, setting.ulysses)
-    return setting.ulysses > 1 and getattr(layout, "kind", "even") != "even"
+    if setting.ulysses == 1 or getattr(layout, "kind", "even") == "even":
+        return ""
+    kind = getattr(layout, "kind", "")
+    if setting.ring > 1:
+        return f"Megatron's own a2a+p2p refuses {kind} heads, and this package has no ring"
+    if our_spec(job.model) is None:
+        return f"Megatron's own a2a refuses {kind} heads: build the layers with with_ulysses"
+    return f"Megatron's own a2a refuses {kind} heads: --spec is what makes them possible"
 
 
 def _sharding_flags(job: Job) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 from .job import Job, Setting, head_layout
 from .memory import stage_layers
+from .problems import either, near
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,49 @@ def token_multiple(job: Job, setting: Setting) -> int:
 
 def broken_rule(job: Job, setting: Setting) -> Reason | None:
     """The first rule that the setting breaks, memory aside."""
-    return (
-        _heads(job, setting)
-        or _matrices(job, setting)
-        or _layers(job, setting)
-        or _batch(job, setting)
-        or _sequence(job, setting)
-        or _experts(job, setting)
-    )
+    for rule in _RULES:
+        if reason := rule(job, setting):
+            return reason
+    return None
+
+
+def broken_rules(job: Job, setting: Setting) -> list[Reason]:
+    """Every rule that the setting breaks, memory aside."""
+    return [reason for rule in _RULES if (reason := rule(job, setting))]
+
+
+_FIELDS = {"heads": ("tp", "ulysses"), "tp": ("tp",), "layers": ("pp", "vpp"),
+           "batch": ("micro_batch",), "experts": ("ep",)}  # fmt: skip
+
+
+def nearest_settings(job: Job, setting: Setting, kind: str) -> str:
+    """The nearest values of the fields behind a reason, one changed at a time, without it."""
+    options = []
+
+    def works(changed: Setting) -> bool:
+        return all(reason.kind != kind for reason in broken_rules(job, changed))
+
+    for name in _FIELDS.get(kind, ()):
+        now = getattr(setting, name)
+        found = near(now, 4 * now, lambda n, name=name: works(_changed(setting, name, n)))
+        if found:
+            options.append(f"{name} {either(found)}")
+    if kind == "batch":
+        unit = setting.micro_batch * setting.dp * (setting.pp if setting.vpp > 1 else 1)
+        options.append(f"global batch {either(_multiples(job.global_batch_size, unit))}")
+    if kind == "sequence":
+        unit = token_multiple(job, setting)
+        options.append(f"seq_length {either(_multiples(job.seq_length, unit))}")
+    return "; ".join(options)
+
+
+def _changed(setting: Setting, name: str, value: int) -> Setting:
+    changes: dict[str, Any] = {name: value}
+    return replace(setting, **changes)
+
+
+def _multiples(value: int, unit: int) -> list[int]:
+    return [n for n in (value // unit * unit, (value // unit + 1) * unit) if n]
 
 
 def head_note(job: Job, setting: Setting) -> str:
@@ -134,3 +171,6 @@ def _experts(job: Job, setting: Setting) -> Reason | None:
     if ranks % setting.ep:
         return Reason("experts", f"{ranks} ranks of a stage / ep {setting.ep}: not whole")
     return None
+
+
+_RULES = (_heads, _matrices, _layers, _batch, _sequence, _experts)

@@ -17,7 +17,8 @@ class Run:
     Args:
         world_size: ranks; 0: not said, one replica of the model is assumed.
         order: rank order, as in ParallelConfig.
-        zigzag: Megatron's token order, which the sequence length must suit.
+        ends_count: the embedding and the loss count as a layer each when layers are divided over
+            pipeline stages (Megatron's --account-for-embedding-in-pipeline-split and -loss-).
         unread: what was given and is not used here.
     """
 
@@ -42,7 +43,7 @@ class Run:
     tp_sequence_sharding: bool = False
     attention: str = "flash"
     offload_optimizer: bool = False
-    zigzag: bool = True
+    ends_count: bool = False
     unread: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = field(default=())
 
