@@ -1,0 +1,1 @@
+"""Measurements of the exchange against its floor and against other libraries."""
