@@ -9,9 +9,9 @@ from difflib import get_close_matches
 
 from ..parallel_state.errors import ParallelConfigError
 from ..planning.problems import Problem, RequestError
-from . import explain, plan
+from . import bench, doctor, explain, plan
 
-_COMMANDS = {"plan": plan, "explain": explain}
+_COMMANDS = {"plan": plan, "explain": explain, "doctor": doctor, "bench": bench}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -34,7 +34,11 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="GPU", default="h100", help=f"{', '.join(gpu_names())}; numbers may "
         "follow: h100,memory_gib=64,inter_gb_s=12.5 (default: h100)")  # fmt: skip
     add("--gpus-per-node", metavar="N", help="GPUs of one NVLink domain (default: the GPU's)")
-    add("--profile", metavar="FILE", help="measured links, from ulysses-mc bench")
+    add(
+        "--profile",
+        metavar="FILE",
+        help="measured links, from ulysses-mc bench; several with commas",
+    )
     add("--precision", metavar="P", default="bf16", help=", ".join(PRECISIONS))
     add("--zero", metavar="STAGE", default="1", help="what is sharded over data x ulysses x ring: "
         "0 nothing, 1 optimizer (Megatron's), 2 and gradients, 3 and parameters")  # fmt: skip

@@ -182,8 +182,8 @@ def run_from_config(data: dict[str, Any], source: str) -> Run:
     model = _model(sections["model"], extra, sections["parallel"])
     run = _run(sections, extra, model, source)
     found = [*problems, *(p for f in (*sections.values(), extra) for p in f.problems)]
-    if not found:
-        found = model_problems(model, source)
+    derived = model.mla is None and "kv_channels" not in transformer
+    found += model_problems(model, source, found, derived=derived)
     return Run(**{**run.__dict__, "problems": tuple(found)})
 
 

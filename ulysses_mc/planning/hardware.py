@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .problems import Problem, check, either, near, one_of, positive, unknown_keys, whole_number
+from .problems import Problem, check, one_of, positive, unknown_keys, whole_number
 
 GB = 1e9
 GIB = float(2**30)
@@ -44,6 +44,7 @@ class GPU:
         memory_bandwidth: bytes per second of its HBM.
         gpus_per_node: GPUs of one NVLink domain.
         intra, inter: links inside and between domains.
+        profile: what was measured, for people. measured: those links, by side and pattern.
         matrix_efficiency: part of the peak that a very large matrix product reaches.
         flash_efficiency: part of the bf16 peak that the attention kernel reaches.
     """
@@ -59,6 +60,19 @@ class GPU:
     matrix_efficiency: float = 0.8
     flash_efficiency: float = 0.55
     profile: str = ""
+    measured: tuple[tuple[str, str, Link], ...] = ()
+
+    def link(self, side: str, pattern: str) -> Link:
+        """The link for a pattern of traffic: as measured, if it was.
+
+        Args:
+            side: 'intra' or 'inter'.
+            pattern: 'ring' (all-gather and the like), 'all_to_all' or 'p2p'.
+        """
+        for measured_side, measured_pattern, link in self.measured:
+            if (measured_side, measured_pattern) == (side, pattern):
+                return link
+        return self.intra if side == "intra" else self.inter
 
 
 def _nvlink(gigabytes: float) -> Link:
@@ -106,7 +120,8 @@ def read_gpu(text: str, gpus_per_node: int | None = None, profile: str | None = 
         text: a name; or name=value pairs after a name, of memory_gib, peak_tflops,
             peak_tflops_fp8, memory_tb_s, intra_gb_s, inter_gb_s.
         gpus_per_node: GPUs of one fast domain, other than the GPU's own.
-        profile: a file that `ulysses-mc bench` wrote; its links replace the defaults.
+        profile: files that `ulysses-mc bench` wrote, with commas; their links replace the
+            defaults.
 
     Raises:
         RequestError: unknown name or key, or a value that is no number above 0.
@@ -130,7 +145,9 @@ def read_gpu(text: str, gpus_per_node: int | None = None, profile: str | None = 
     gpu = _with_numbers(GPUS[name], values)
     if gpus_per_node is not None:
         gpu = replace(gpu, gpus_per_node=gpus_per_node)
-    return with_profile(gpu, profile) if profile else gpu
+    for path in profile.split(",") if profile else ():
+        gpu = with_profile(gpu, path)
+    return gpu
 
 
 def _with_numbers(gpu: GPU, values: dict[str, float]) -> GPU:
@@ -181,16 +198,24 @@ def read_profile(path: str) -> Measured:
     return measured
 
 
+_MEASURED_BY = {"all_to_all": "all_to_all", "ring": "all_gather", "p2p": "p2p"}
+
+
 def with_profile(gpu: GPU, path: str) -> GPU:
-    """`gpu` with the measured link: the inner one if one node was measured, else the outer."""
-    measured = read_profile(path)
-    alpha, beta = measured.fits.get("all_to_all") or next(iter(measured.fits.values()))
-    side = "intra" if measured.nodes == 1 else "inter"
-    link = replace(getattr(gpu, side), bandwidth=beta, efficiency=1.0, latency=alpha)
-    changes: dict[str, Any] = {side: link}
-    return replace(gpu, profile=f"{side} link measured ({measured.backend})", **changes)
-
-
-def nearest_node_size(gpus: int, world_size: int) -> str:
-    """Node sizes that divide the number of GPUs, for a message."""
-    return either(near(gpus, world_size, lambda n: world_size % n == 0))
+    """`gpu` with measured links: the inner ones if one node was measured, else the outer."""
+    found = read_profile(path)
+    side = "intra" if found.nodes == 1 else "inter"
+    links = []
+    for pattern, operation in _MEASURED_BY.items():
+        if operation in found.fits:
+            alpha, beta = found.fits[operation]
+            name = f"{getattr(gpu, side).name} (measured)"
+            link = Link(name=name, bandwidth=beta, efficiency=1.0, latency=alpha)
+            links.append((side, pattern, link))
+    kept = tuple(entry for entry in gpu.measured if entry[0] != side)
+    words = f"{side} measured with {found.backend} over {found.ranks} ranks"
+    return replace(
+        gpu,
+        measured=(*kept, *links),
+        profile=f"{gpu.profile}; {words}" if gpu.profile else words,
+    )

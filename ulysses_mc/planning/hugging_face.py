@@ -8,7 +8,7 @@ from typing import Any
 
 from .fields import Fields
 from .model import MLAShape, ModelShape, MoEShape
-from .problems import Problem, RequestError, check
+from .problems import Problem, RequestError, check, divides
 
 _HEADS = ("num_attention_heads", "n_head")
 _KEYS = {
@@ -89,14 +89,28 @@ def model_from_config(config: dict[str, Any], *, name: str, source: str) -> Mode
         moe=moe,
         mla=mla,
     )
-    check([*fields.problems, *(model_problems(model, source) if not fields.problems else [])])
+    derived = not mla and config.get("head_dim") is None
+    check([*fields.problems, *model_problems(model, source, fields.problems, derived=derived)])
     return model
 
 
-def model_problems(model: ModelShape, source: str) -> list[Problem]:
-    """What does not go together in a model."""
+def model_problems(
+    model: ModelShape, source: str, found: list[Problem], *, derived: bool
+) -> list[Problem]:
+    """What does not go together in a model.
+
+    Args:
+        found: what is wrong with single values, which says nothing about those together.
+        derived: the head dimension was not given: it is the hidden size over the heads.
+    """
     problems = []
     heads, groups = model.num_attention_heads, model.num_query_groups
+    words = ("attention_heads", "attention-heads", "n_head", "value_heads", "query_groups",
+             "query-groups", "hidden_size", "hidden-size", "n_embd")  # fmt: skip
+    if any(word in problem.found for problem in found for word in words):
+        return []
+    if derived and model.hidden_size % heads:
+        problems += divides("heads", heads, f"{source}: hidden size", model.hidden_size)
     if heads % groups:
         near = [n for n in range(1, heads + 1) if heads % n == 0]
         best = sorted(sorted(near, key=lambda n: abs(n - groups))[:2])

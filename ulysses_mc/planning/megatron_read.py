@@ -81,8 +81,8 @@ def read_megatron(command: str | Sequence[str], source: str = "command line") ->
     fields = Fields(values, source)
     fields.problems += problems
     model = _model(fields)
-    if not fields.problems:
-        fields.problems += model_problems(model, source)
+    derived = "kv-channels" not in values and model.mla is None
+    fields.problems += model_problems(model, source, fields.problems, derived=derived)
     return _run(fields, model, source, tuple(unread))
 
 

@@ -62,7 +62,8 @@ class _Layer:
 
 def flow_seconds(job: Job, flow: Flow, nbytes: float, messages: float) -> float:
     """Time of `nbytes` of a flow over the links that its group spans."""
-    intra, inter = job.gpu.intra, job.gpu.inter
+    intra = job.gpu.link("intra", flow.pattern)
+    inter = job.gpu.link("inter", flow.pattern)
     if not flow.spans_nodes:
         return intra.seconds(messages, nbytes)
     if flow.pattern == "all_to_all":

@@ -1,0 +1,214 @@
+"""Facts about this machine. Nothing here raises: what cannot be found out is said to be so.
+
+Heavy or fragile imports (torch, TransformerEngine) happen in a process of their own with a
+deadline: a broken installation may hang, or end the process that imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 7.0  # seconds for all probes together
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "deepspeed",
+            "transformers", "triton", "numpy", "psutil", "rich", "jsonargparse")  # fmt: skip
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS",
+             "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME",
+             "GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
+
+# Prints a line for torch and, if that is asked for, one for TransformerEngine.
+_IMPORTS = """
+import json, sys, torch
+import torch.distributed as dist
+there = dist.is_available()
+facts = {
+    "version": torch.__version__, "cuda_build": torch.version.cuda,
+    "cuda": torch.cuda.is_available(), "gloo": there and dist.is_gloo_available(),
+    "nccl": there and dist.is_nccl_available(), "nccl_version": None, "gpus": [],
+}
+try:
+    facts["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
+except Exception:
+    pass
+if facts["cuda"]:
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        facts["gpus"].append({"name": gpu.name, "memory": gpu.total_memory,
+                              "capability": [gpu.major, gpu.minor]})
+print(json.dumps(facts), flush=True)
+if "te" in sys.argv:
+    import transformer_engine, transformer_engine.pytorch
+    print(json.dumps({"version": getattr(transformer_engine, "__version__", "?")}), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found.
+
+    Args:
+        packages: installed version by name; absent if not installed.
+        torch, te: what their imports said; with 'error' if they failed, with 'late' if they did
+            not end in time (then torch's files speak); {} if not installed.
+        nvidia_apex: apex by its contents: FusedAdam and the extension behind it.
+        flash_extension: flash-attn's compiled part is there.
+        driver: what nvidia-smi says of the GPUs, '' without it. links: its topology table.
+    """
+
+    python: tuple[int, int, int]
+    packages: dict[str, str] = field(default_factory=dict)
+    torch: dict[str, Any] = field(default_factory=dict)
+    te: dict[str, Any] = field(default_factory=dict)
+    nvidia_apex: bool = False
+    flash_extension: bool = False
+    megatron_training: bool = False
+    driver: str = ""
+    links: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def gpus(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.torch.get("gpus", [])
+        return found
+
+
+def gather(deadline: float = DEADLINE) -> Facts:
+    """All facts, in at most about `deadline` seconds."""
+    start = time.monotonic()
+    packages = {name: version for name in PACKAGES if (version := _version(name))}
+    with_te = "transformer-engine" in packages or has_module("transformer_engine")
+    process = _start(_IMPORTS, ["te"] if with_te else []) if "torch" in packages else None
+    driver, links = _nvidia()
+    torch, te = _finish(process, start + deadline) if process else ({}, {})
+    if torch.get("late"):
+        torch |= _torch_by_its_files(bool(driver))
+    return Facts(
+        python=sys.version_info[:3],
+        packages=packages,
+        torch=torch,
+        te=te if with_te else {},
+        nvidia_apex=nvidia_apex(),
+        flash_extension=has_module("flash_attn_2_cuda") or has_module("flash_attn_3"),
+        megatron_training=_has_folder("megatron", "training"),
+        driver=driver,
+        links=links,
+        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        seconds=time.monotonic() - start,
+    )
+
+
+def nvidia_apex(search: list[str] | None = None) -> bool:
+    """Whether apex is NVIDIA's: `optimizers` holds FusedAdam. A package of that name is not enough.
+
+    Args:
+        search: folders to look in, None: as Python imports.
+    """
+    for folder in _folders("apex", search):
+        optimizers = folder / "optimizers"
+        init = optimizers / "__init__.py"
+        if (optimizers / "fused_adam.py").is_file():
+            return True
+        if init.is_file() and "FusedAdam" in init.read_text(errors="replace"):
+            return True
+    return False
+
+
+def has_module(name: str) -> bool:
+    """Whether Python would find a module, without importing it."""
+    try:
+        return util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _folders(package: str, search: list[str] | None) -> list[Path]:
+    if search is not None:
+        return [Path(folder) / package for folder in search]
+    try:
+        spec = util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    return [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _has_folder(package: str, inner: str) -> bool:
+    return any((folder / inner).is_dir() for folder in _folders(package, None))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except Exception:  # a damaged installation raises all kinds of things
+        return None
+
+
+def _start(code: str, arguments: list[str]) -> subprocess.Popen[str] | None:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    except OSError:
+        return None
+
+
+def _finish(process: subprocess.Popen[str], until: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the process said of torch and of TransformerEngine, or why it said nothing."""
+    wait = max(until - time.monotonic(), 0.1)
+    late = False
+    try:
+        out, err = process.communicate(timeout=wait)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        late = True
+        out, err = process.communicate()
+    found: list[dict[str, Any]] = []
+    for line in out.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # a library's own greeting
+    lines = [line for line in err.splitlines() if line.strip()]
+    reason = lines[-1][:300] if lines else f"exit code {process.returncode}"
+    missing = {"late": True} if late else {"error": reason}
+    found += [dict(missing) for _ in range(2 - len(found))]
+    return found[0], found[1]
+
+
+def _torch_by_its_files(driver: bool) -> dict[str, Any]:
+    """What torch's files say of it, where its import takes too long."""
+    text = ""
+    for folder in _folders("torch", None):
+        file = folder / "version.py"
+        text = file.read_text(errors="replace") if file.is_file() else text
+    match = re.search(r"^cuda\b[^=]*= '([0-9.]+)'", text, re.MULTILINE)
+    build = match[1] if match else None
+    return {"cuda_build": build, "gloo": True, "nccl": build is not None,
+            "cuda": build is not None and driver, "nccl_version": None, "gpus": []}  # fmt: skip
+
+
+def _nvidia() -> tuple[str, str]:
+    """nvidia-smi's list of GPUs with the driver, and its topology."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "", ""
+    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    return _output([program, *query]), _output([program, "topo", "-m"])
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
