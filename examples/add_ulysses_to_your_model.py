@@ -6,9 +6,9 @@ torchrun --nproc-per-node 4 examples/add_ulysses_to_your_model.py
 import torch
 import torch.distributed as dist
 from torch import nn
-from ulysses_mc.layers import UlyssesAttention
 
 from ulysses_mc import SequenceLayout, cross_entropy, shard_batch, shift_labels, token_mean_loss
+from ulysses_mc.layers import UlyssesAttention
 
 
 class Block(nn.Module):

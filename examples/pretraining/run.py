@@ -42,6 +42,7 @@ def run(config: Config, shape: RunShape) -> int:
 def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     """Groups, model, optimizer, data, and the checkpoint to continue from."""
     from megatron.core import tensor_parallel
+
     from ulysses_mc.parallel_state import initialize_model_parallel
 
     from . import checkpoint, self_check

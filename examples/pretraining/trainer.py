@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from ulysses_mc.parallel_state import ParallelState
 
 from ulysses_mc import SequenceLayout, shard_batch
 from ulysses_mc.loss import masked_sum
+from ulysses_mc.parallel_state import ParallelState
 
 from . import checkpoint
 from .checkpoint import Progress

@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import UlyssesAttention
-from ulysses_mc.layers.local import sdpa_attention
 
 from tests.support.copies import count_copies
 from tests.support.pool import run_ranks
 from tests.support.wire import count_wire
 from ulysses_mc import HeadLayout, ParallelConfigError, SequenceLayout
 from ulysses_mc.exchange import Cut, heads_to_sequence, sequence_to_heads
+from ulysses_mc.layers import UlyssesAttention
+from ulysses_mc.layers.local import sdpa_attention
 
 TRANSPORTS = ("p2p", "all_to_all")
 MEMORY_ORDERS = tuple(itertools.product((False, True), repeat=2))

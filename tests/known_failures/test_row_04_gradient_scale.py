@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from ulysses_mc.layers import UlyssesAttention
 
 from tests.support import oracle
 from tests.support.pool import run_ranks
@@ -27,6 +26,7 @@ from ulysses_mc import (
     token_count,
     token_mean_loss,
 )
+from ulysses_mc.layers import UlyssesAttention
 
 RANKS, MICRO_BATCHES, SAMPLES, S, H, D, VOCABULARY = 4, 2, 4, 13, 4, 3, 11
 STEPS, LEARNING_RATE = 3, 0.5

@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from ulysses_mc.layers import UlyssesAttention
-from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 from tests.known_failures.test_row_04_gradient_scale import (
     MICRO_BATCHES,
@@ -20,6 +18,8 @@ from tests.known_failures.test_row_04_gradient_scale import (
 )
 from tests.support.pool import run_ranks
 from ulysses_mc import SequenceLayout, shard_batch, token_count, token_mean_loss
+from ulysses_mc.layers import UlyssesAttention
+from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 CPU = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1", "DS_IGNORE_CUDA_DETECTION": "1"}
 

@@ -72,6 +72,10 @@ class Setting:
             apply_rope_fusion=False,
             gradient_accumulation_fusion=False,
             calculate_per_token_loss=True,
+            # Two stages exchange two messages each way at a time when interleaved; batched, they
+            # would be mistaken for one another (Megatron-LM refuses that, the core does not).
+            overlap_p2p_comm=self.vpp is not None,
+            batch_p2p_comm=self.vpp is None,
         )
         latent = self.config.get("multi_latent_attention")
         return (MLATransformerConfig if latent else TransformerConfig)(**(values | self.config))
@@ -134,7 +138,7 @@ class Trainer:
         self.model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
         optimizer_config = OptimizerConfig(
             optimizer="adam",
-            lr=1e-2,
+            lr=1e-3,
             clip_grad=setting.clip_grad,
             bf16=setting.bf16,
             use_distributed_optimizer=setting.distributed_optimizer,

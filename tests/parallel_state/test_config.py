@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from ulysses_mc.parallel_state import ParallelConfig, ParallelConfigError, RankGrid
 
 

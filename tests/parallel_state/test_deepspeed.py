@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 from tests.support.pool import run_ranks
+from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 pytest.importorskip("deepspeed")
 STEPS, TOKENS, WIDTH = 3, 8, 16

@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ulysses_mc.parallel_state import ParallelConfig, ParallelConfigError, RankGrid
 
 ORDERS = [

@@ -8,6 +8,7 @@ import itertools
 from functools import cache
 
 import pytest
+
 from ulysses_mc.parallel_state import ParallelConfig, ParallelConfigError, RankGrid
 
 pytestmark = pytest.mark.megatron

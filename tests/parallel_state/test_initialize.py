@@ -5,6 +5,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.support.pool import run_ranks
+from ulysses_mc import parallel_state
 from ulysses_mc.parallel_state import (
     ParallelConfig,
     ParallelConfigError,
@@ -15,9 +18,6 @@ from ulysses_mc.parallel_state import (
 )
 from ulysses_mc.parallel_state.agreement import find_differences
 from ulysses_mc.parallel_state.state import STANDARD_GROUPS
-
-from tests.support.pool import run_ranks
-from ulysses_mc import parallel_state
 
 SETTINGS = {
     8: [

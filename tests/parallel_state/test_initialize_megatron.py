@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.support.pool import run_ranks
 from ulysses_mc.parallel_state import (
     ParallelConfig,
     ParallelConfigError,
@@ -14,8 +16,6 @@ from ulysses_mc.parallel_state import (
     initialize_model_parallel,
 )
 from ulysses_mc.parallel_state.state import STANDARD_GROUPS
-
-from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.megatron
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import use_ulysses
 
 from tests.support.pool import run_ranks
 from tests.zero.models import llama, seeded, tokens
 from ulysses_mc import ParallelConfigError, SequenceLayout, cross_entropy, shift_labels
+from ulysses_mc.layers import use_ulysses
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.huggingface

@@ -1,0 +1,150 @@
+"""The same real Megatron model at many layouts equals one rank: loss, grad norm, all gradients.
+
+The reference is one process with Megatron's own DotProductAttention and no code of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron.gathering import set_weights, whole_gradients
+from tests.megatron.small_gpt import Setting, Trainer, gpt_chunks, local_spec
+from tests.support.pool import run_ranks
+from ulysses_mc import megatron_on_cpu
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compares CPU ranks"),
+]
+pytest.importorskip("megatron.core")
+
+STEPS = 5
+TOLERANCE = 2e-5  # relative to the largest element, float32
+
+Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, gradient norm, gradients
+GQA = {"num_attention_heads": 8, "num_query_groups": 4}
+MHA = {"num_attention_heads": 8}
+ONE_KV_PER_TENSOR_RANK = {"num_attention_heads": 8, "num_query_groups": 2}
+UNEVEN = {"num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 8}
+TP_SP = {"sequence_parallel": True}
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+LAYER_NORM = {
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "gated_linear_unit": False,
+    "activation_func": torch.nn.functional.gelu,
+}
+
+SETTINGS = {
+    "ulysses2": Setting(cp=2, config=GQA),
+    "ulysses4": Setting(cp=4, config=MHA),
+    "ulysses8": Setting(cp=8, config=MHA),
+    "tp2-ulysses2": Setting(tp=2, cp=2, config=GQA),
+    "tp2-ulysses4": Setting(tp=2, cp=4, config=GQA),
+    "tp4-ulysses2-fewer-kv-than-tp": Setting(tp=4, cp=2, config=ONE_KV_PER_TENSOR_RANK),
+    "ulysses4-replicated-kv": Setting(cp=4, config=ONE_KV_PER_TENSOR_RANK),
+    "ulysses4-uneven": Setting(cp=4, config=UNEVEN),
+    "tp2-ulysses4-uneven": Setting(tp=2, cp=4, config=UNEVEN),
+    "ulysses2-dp2": Setting(cp=2, config=GQA),
+    "ulysses2-dp4-optimizer": Setting(cp=2, distributed_optimizer=True, config=GQA),
+    "pp2-ulysses2": Setting(pp=2, cp=2, config=GQA),
+    "tp2-pp2-ulysses2": Setting(tp=2, pp=2, cp=2, config=GQA),
+    "tp2-pp2-ulysses2-optimizer": Setting(tp=2, pp=2, cp=2, distributed_optimizer=True, config=GQA),
+    "interleaved-pp2-ulysses2": Setting(pp=2, vpp=2, cp=2, config=GQA),
+    "interleaved-tp2-pp2-ulysses2": Setting(
+        tp=2, pp=2, vpp=2, cp=2, distributed_optimizer=True, config=GQA
+    ),
+    "tied-layernorm-pp2-ulysses2": Setting(pp=2, cp=2, tied=True, config=MHA | LAYER_NORM),
+    "tp2-ulysses2-tpsp": Setting(tp=2, cp=2, config=GQA | TP_SP),
+    "tp2-pp2-ulysses2-tpsp-optimizer": Setting(
+        tp=2, pp=2, cp=2, distributed_optimizer=True, config=GQA | TP_SP
+    ),
+    "qknorm-tp2-ulysses2-tpsp": Setting(
+        tp=2, cp=2, config=ONE_KV_PER_TENSOR_RANK | TP_SP | {"qk_layernorm": True}
+    ),
+    "full-recompute-tp2-ulysses2": Setting(tp=2, cp=2, config=GQA | FULL_RECOMPUTE),
+    "selective-recompute-ulysses2": Setting(cp=2, config=GQA | SELECTIVE_RECOMPUTE),
+}
+WORLD_SIZES = {"ulysses2-dp2": 4, "ulysses2-dp4-optimizer": 8}
+
+
+def train(setting: Setting, core: str) -> list[Step]:
+    with megatron_on_cpu():
+        setting.initialize()
+        chunks = gpt_chunks(setting, functools.partial(spec, core=core))
+        set_weights(chunks)
+        trainer = Trainer(setting, chunks)
+        steps = []
+        for number in range(STEPS):
+            loss = trainer.forward_backward(number)
+            gradients = whole_gradients(chunks, trainer.model)
+            updated, grad_norm, _ = trainer.optimizer.step()
+            assert updated
+            steps.append((loss, float(grad_norm), gradients))
+        return steps
+
+
+def spec(config: Any, core: str) -> Any:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from ulysses_mc.layers import SDPACoreAttention, with_ulysses
+
+    stock = local_spec(config)
+    if core == "stock":
+        return stock
+    inside = {"sdpa": SDPACoreAttention, "megatron": DotProductAttention}[core]
+    return with_ulysses(stock, inside)
+
+
+@functools.cache
+def reference(name: str) -> list[Step]:
+    """One process, stock Megatron, for the setting of that name."""
+    setting = SETTINGS[name]
+    parallel = {"sequence_parallel", *FULL_RECOMPUTE, *SELECTIVE_RECOMPUTE}
+    config = {key: value for key, value in setting.config.items() if key not in parallel}
+    one = replace(setting, tp=1, pp=1, vpp=None, cp=1, distributed_optimizer=False, config=config)
+    key = repr(one)  # settings that are the same model share a run
+    if key not in _references:
+        (_references[key],) = run_ranks(1, train, one, "stock", timeout=120)
+    return _references[key]
+
+
+_references: dict[str, list[Step]] = {}
+
+
+def assert_same(expected: list[Step], found: list[Step]) -> None:
+    for number, (right, ours) in enumerate(zip(expected, found, strict=True)):
+        where = f"step {number}"
+        assert ours[0] == pytest.approx(right[0], rel=TOLERANCE), f"{where}: loss"
+        assert ours[1] == pytest.approx(right[1], rel=TOLERANCE), f"{where}: gradient norm"
+        assert right[2].keys() == ours[2].keys(), where
+        for name, gradient in right[2].items():
+            difference = (ours[2][name] - gradient).abs().max()
+            assert difference <= TOLERANCE * gradient.abs().max(), (
+                f"{where}: gradient of {name}: {difference / gradient.abs().max():.2e}"
+            )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equals_one_rank(name: str) -> None:
+    setting = SETTINGS[name]
+    world = WORLD_SIZES.get(name, setting.tp * setting.pp * setting.cp)
+    for steps in run_ranks(world, train, setting, "sdpa", timeout=240):
+        assert_same(reference(name), steps)
+
+
+@pytest.mark.parametrize("name", ["ulysses4-replicated-kv", "tp2-ulysses4-uneven"])
+def test_around_megatrons_own_attention(name: str) -> None:
+    setting = SETTINGS[name]
+    for steps in run_ranks(setting.tp * setting.cp, train, setting, "megatron", timeout=240):
+        assert_same(reference(name), steps)
