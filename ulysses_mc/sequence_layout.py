@@ -150,7 +150,9 @@ class SequenceLayout:
 
         pieces: list[tuple[int, torch.Tensor]] = []
         for rank_chunks, shard in zip(self.chunks, shards, strict=True):
-            split = shard.split([stop - start for start, stop in rank_chunks], dim)
+            split: tuple[torch.Tensor, ...] = shard.split(
+                [stop - start for start, stop in rank_chunks], dim
+            )
             pieces += zip((start for start, _ in rank_chunks), split, strict=True)
         pieces.sort(key=lambda piece: piece[0])
         return torch.cat([shards[0].narrow(dim, 0, 0), *(piece for _, piece in pieces)], dim)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .memory import Cut, empty
+from .memory import Cut, Piece, empty, run_heads
 from .messages import gather_by_messages, scatter_by_messages
 from .packed import gather_packed, scatter_packed
 
@@ -71,9 +71,9 @@ def _choose(
 
 
 def _join_heads(
-    pieces: list[list[torch.Tensor]], cut: Cut, like: torch.Tensor, rank: int, batch_first: bool
+    pieces: list[Piece], cut: Cut, like: torch.Tensor, rank: int, batch_first: bool
 ) -> torch.Tensor:
-    """Every source's pieces of this rank's tokens as [s_r, b, h, d], replicas summed.
+    """The pieces of this rank's tokens as [s_r, b, h, d], replicas summed.
 
     Sources are added in rank order, so that the sum does not depend on who computes it, and in
     float32 at least: a key/value head of many replicas would lose bits in bfloat16.
@@ -82,18 +82,15 @@ def _join_heads(
     has_replicas = sum(map(len, cut.heads)) > cut.num_heads
     dtype = torch.promote_types(like.dtype, torch.float32) if has_replicas else None
     result = empty(shape, like, batch_first, dtype)
-    written = 0
-    for source, heads in zip(pieces, cut.heads, strict=True):
-        if not heads:
-            continue
-        again = max(min(written, heads.stop) - heads.start, 0)  # heads that a replica wrote
-        start = 0
-        for block in source:
-            rows = result[start : start + block.size(0)]
-            if again:
-                rows[:, :, heads.start : heads.start + again] += block[:, :, :again]
-            if again < len(heads):
-                rows[:, :, heads.start + again : heads.stop].copy_(block[:, :, again:])
-            start += block.size(0)
-        written = max(written, heads.stop)
+    for piece in pieces:
+        rows = result.narrow(0, piece.start, piece.block.size(0))
+        heads = cut.heads[piece.ranks[0]]
+        before = max((run.stop for run in cut.heads[: piece.ranks[0]]), default=0)
+        again = max(min(before, heads.stop) - heads.start, 0)  # heads that a replica wrote
+        if again:  # such a piece is of one rank
+            block = piece.block.squeeze(2)
+            rows[:, :, heads.start : heads.start + again] += block[:, :, :again]
+            rows[:, :, heads.start + again : heads.stop].copy_(block[:, :, again:])
+        else:
+            run_heads(rows, cut.heads, piece.ranks).copy_(piece.block)
     return result.to(like.dtype)

@@ -30,6 +30,21 @@ class Cut:
         return max((run.stop for run in self.heads if run), default=0)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Part of a rank's tokens as it arrived, before the heads are joined.
+
+    Args:
+        ranks: a run of source ranks (see `even_runs`).
+        start: the first of this rank's tokens that it holds.
+        block: [tokens, b, ranks, heads of each, d].
+    """
+
+    ranks: list[int]
+    start: int
+    block: torch.Tensor
+
+
 class Scratch:
     """Buffers that live no longer than one exchange.
 
@@ -50,16 +65,16 @@ class Scratch:
                 arena = self._arenas.bytes = torch.empty(size, dtype=torch.uint8)
             self._arena = arena[:size].view(like.dtype)
 
-    def empty(self, shape: Sequence[int], batch_first: bool) -> torch.Tensor:
-        """Uninitialised [s, b, h, d] in the memory order asked for."""
-        if self._arena is None:
-            return empty(shape, self._like, batch_first)
+    def blocks(self, count: int, shape: Sequence[int], batch_first: bool) -> torch.Tensor:
+        """Uninitialised [count, s, b, h, d], each block contiguous in the memory order asked."""
         tokens, batch, *rest = shape
-        start, self._used = self._used, self._used + math.prod(shape)
-        flat = self._arena[start : self._used]
-        if batch_first:
-            return flat.view(batch, tokens, *rest).transpose(0, 1)
-        return flat.view(shape)
+        order = (count, batch, tokens, *rest) if batch_first else (count, tokens, batch, *rest)
+        start, self._used = self._used, self._used + math.prod(order)
+        if self._arena is None:
+            flat = self._like.new_empty(math.prod(order))
+        else:
+            flat = self._arena[start : self._used]
+        return flat.view(order).transpose(1, 2) if batch_first else flat.view(order)
 
 
 def empty(
@@ -84,6 +99,31 @@ def in_memory_order(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
 
 def narrow_heads(tensor: torch.Tensor, heads: range) -> torch.Tensor:
     return tensor.narrow(2, heads.start, len(heads))
+
+
+def even_runs(heads: Sequence[range], skip: int) -> list[list[int]]:
+    """Ranks other than `skip` that hold heads, those together whose equally many heads follow on.
+
+    One permuted copy serves all ranks of a run. Where heads are replicated, every rank is a run
+    by itself, for its gradients are added one by one.
+    """
+    runs: list[list[int]] = []
+    replicated = sum(map(len, heads)) > max((run.stop for run in heads), default=0)
+    for rank, own in enumerate(heads):
+        if rank == skip or not own:
+            continue
+        before = heads[rank - 1] if runs and runs[-1][-1] == rank - 1 else range(0)
+        if not replicated and len(before) == len(own) and before.stop == own.start:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return runs
+
+
+def run_heads(tensor: torch.Tensor, heads: Sequence[range], run: list[int]) -> torch.Tensor:
+    """The heads of the ranks of a run: [s, b, h, d] -> [s, b, ranks, heads of each, d]."""
+    first, each = heads[run[0]].start, len(heads[run[0]])
+    return tensor.narrow(2, first, each * len(run)).unflatten(2, (len(run), each))
 
 
 def local_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -8,7 +8,17 @@ import torch
 import torch.distributed as dist
 
 from ..sequence_layout import Chunk
-from .memory import Cut, Scratch, empty, in_memory_order, local_chunks, narrow_heads
+from .memory import (
+    Cut,
+    Piece,
+    Scratch,
+    empty,
+    even_runs,
+    in_memory_order,
+    local_chunks,
+    narrow_heads,
+    run_heads,
+)
 
 
 def gather_by_messages(
@@ -19,23 +29,23 @@ def gather_by_messages(
 ) -> tuple[torch.Tensor, ...]:
     rank = group.rank()
     messages = _Messages(group)
-    scratch = Scratch(
-        tensors[0], sum(_sent(t, cut, rank) for t, cut in zip(tensors, cuts, strict=True))
-    )
+    scratch = _scratch(tensors, cuts, rank)
     results = []
     for tensor, cut in zip(tensors, cuts, strict=True):
         layout = cut.sequence
         local = local_chunks(layout.chunks[rank])
-        shape = (layout.sequence_length, tensor.size(1), len(cut.heads[rank]), tensor.size(3))
+        tokens, batch, _, dim = tensor.shape
+        for run in even_runs(cut.heads, rank):
+            shape = (tokens, batch, len(cut.heads[run[0]]), dim)
+            buffer = scratch.blocks(len(run), shape, batch_first)  # [ranks, s_r, b, h_peer, d]
+            buffer.copy_(run_heads(tensor, cut.heads, run).permute(2, 0, 1, 3, 4))
+            for block, peer in zip(buffer, run, strict=True):
+                messages.send(peer, _blocks(block, local, batch_first))
+        shape = (layout.sequence_length, batch, len(cut.heads[rank]), dim)
         result = empty(shape, tensor, batch_first)
         results.append(result)
-        for peer in messages.peers:
-            if len(cut.heads[peer]):
-                packed = narrow_heads(tensor, cut.heads[peer])  # [s_r, b, h_peer, d]
-                buffer = scratch.empty(packed.shape, batch_first).copy_(packed)
-                messages.send(peer, _blocks(buffer, local, batch_first))
-            if len(cut.heads[rank]):
-                messages.receive(peer, _blocks(result, layout.chunks[peer], batch_first))
+        for peer in messages.peers if cut.heads[rank] else ():
+            messages.receive(peer, _blocks(result, layout.chunks[peer], batch_first))
     messages.start()
     for tensor, cut, result in zip(tensors, cuts, results, strict=True):  # while they travel
         chunks = cut.sequence.chunks[rank]
@@ -51,38 +61,43 @@ def scatter_by_messages(
     cuts: Sequence[Cut],
     group: dist.ProcessGroup,
     batch_first: bool,
-) -> list[list[list[torch.Tensor]]]:
-    """For each tensor and source rank, the pieces [chunk, b, h_source, d] of this rank's tokens."""
+) -> list[list[Piece]]:
+    """For each tensor, what arrived of this rank's tokens, by source rank."""
     rank = group.rank()
     messages = _Messages(group)
-    scratch = Scratch(
-        tensors[0], sum(_sent(t, cut, rank) for t, cut in zip(tensors, cuts, strict=True))
-    )
-    received = []
+    scratch = _scratch(tensors, cuts, rank)
+    arrived = []
     for tensor, cut in zip(tensors, cuts, strict=True):
         layout = cut.sequence
         local = local_chunks(layout.chunks[rank])
         tensor = in_memory_order(tensor, batch_first)
-        pieces: list[list[torch.Tensor]] = [[] for _ in cut.heads]
-        pieces[rank] = [tensor[start:stop] for start, stop in layout.chunks[rank]]
-        for peer in messages.peers:
-            if len(cut.heads[rank]):
-                messages.send(peer, _blocks(tensor, layout.chunks[peer], batch_first))
-            if len(cut.heads[peer]):
-                shape = (layout.lengths[rank], tensor.size(1), len(cut.heads[peer]), tensor.size(3))
-                buffer = scratch.empty(shape, batch_first)
-                messages.receive(peer, _blocks(buffer, local, batch_first))
-                pieces[peer] = [buffer]
-        received.append(pieces)
+        pieces = [
+            Piece([rank], begin, tensor[start:stop].unsqueeze(2))
+            for (start, stop), (begin, _) in zip(layout.chunks[rank], local, strict=True)
+            if cut.heads[rank]
+        ]
+        for peer in messages.peers if cut.heads[rank] else ():
+            messages.send(peer, _blocks(tensor, layout.chunks[peer], batch_first))
+        for run in even_runs(cut.heads, rank):
+            heads = len(cut.heads[run[0]])
+            shape = (layout.lengths[rank], tensor.size(1), heads, tensor.size(3))
+            buffer = scratch.blocks(len(run), shape, batch_first)  # [ranks, s_r, b, h_peer, d]
+            for block, peer in zip(buffer, run, strict=True):
+                messages.receive(peer, _blocks(block, local, batch_first))
+            pieces.append(Piece(run, 0, buffer.permute(1, 2, 0, 3, 4)))
+        arrived.append(sorted(pieces, key=lambda piece: piece.ranks[0]))
     messages.start()
     messages.wait()
-    return received
+    return arrived
 
 
-def _sent(tensor: torch.Tensor, cut: Cut, rank: int) -> int:
-    """Elements of this rank's tokens that other ranks hold by heads."""
-    heads = sum(len(run) for peer, run in enumerate(cut.heads) if peer != rank)
-    return cut.sequence.lengths[rank] * tensor.size(1) * heads * tensor.size(3)
+def _scratch(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], rank: int) -> Scratch:
+    """Room for this rank's tokens of all heads that other ranks hold."""
+    elements = 0
+    for tensor, cut in zip(tensors, cuts, strict=True):
+        heads = sum(map(len, cut.heads)) - len(cut.heads[rank])
+        elements += cut.sequence.lengths[rank] * tensor.size(1) * heads * tensor.size(3)
+    return Scratch(tensors[0], elements)
 
 
 class _Messages:
@@ -91,8 +106,9 @@ class _Messages:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         rank, size = group.rank(), group.size()
+        # Each rank begins with its neighbour, so that no rank is everybody's first.
         self.peers = [(rank + step) % size for step in range(1, size)]
-        self._operations: list[dist.P2POp] = []
+        self._operations: dict[int, list[dist.P2POp]] = {peer: [] for peer in self.peers}
         self._works: list[dist.Work] = []
 
     def send(self, peer: int, blocks: Iterator[torch.Tensor]) -> None:
@@ -103,13 +119,14 @@ class _Messages:
 
     def _add(self, verb: Callable[..., object], peer: int, blocks: Iterator[torch.Tensor]) -> None:
         global_rank = dist.get_global_rank(self.group, peer)
-        self._operations += [
+        self._operations[peer] += [
             dist.P2POp(verb, block, global_rank, self.group) for block in blocks if block.numel()
         ]
 
     def start(self) -> None:
-        if self._operations:  # a rank without tokens and without heads has nothing to say
-            self._works = dist.batch_isend_irecv(self._operations)
+        operations = [operation for peer in self.peers for operation in self._operations[peer]]
+        if operations:  # a rank without tokens and without heads has nothing to say
+            self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> None:
         for work in self._works:

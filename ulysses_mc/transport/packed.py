@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..sequence_layout import SequenceLayout
-from .memory import Cut, local_chunks, narrow_heads
+from .memory import Cut, Piece, local_chunks, narrow_heads
 
 
 def gather_packed(
@@ -51,8 +51,8 @@ def gather_packed(
 
 def scatter_packed(
     tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: dist.ProcessGroup
-) -> list[list[list[torch.Tensor]]]:
-    """As `_scatter_by_messages`; a single contiguous tensor is sent without packing."""
+) -> list[list[Piece]]:
+    """As `scatter_by_messages`; a single contiguous tensor is sent without packing."""
     rank, ranks = group.rank(), range(group.size())
     tensors = [tensor.contiguous() for tensor in tensors]
     pieces = [
@@ -73,7 +73,10 @@ def scatter_packed(
     send = _as_one([piece for row in pieces for piece in row], tensors[0])
     counts = [sum(piece.numel() for piece in row) for row in pieces]
     arrived = _all_to_all(send, counts, shapes, group)
-    return [[[blocks[number]] for blocks in arrived] for number in range(len(tensors))]
+    return [
+        [Piece([peer], 0, arrived[peer][number].unsqueeze(2)) for peer in ranks if cut.heads[peer]]
+        for number, cut in enumerate(cuts)
+    ]
 
 
 def _all_to_all(
