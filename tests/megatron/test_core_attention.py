@@ -45,6 +45,7 @@ def build_core(case: Case, **config: Any) -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
     from ulysses_mc.layers import UlyssesCoreAttention
 
     core = DotProductAttention if case.core == "DotProductAttention" else case.core

@@ -97,13 +97,13 @@ def train(setting: Setting, core: str) -> list[Step]:
 def spec(config: Any, core: str) -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from ulysses_mc.layers import SDPACoreAttention, with_ulysses
+    from ulysses_mc.layers import with_norm, with_ulysses
 
     stock = local_spec(config)
     if core == "stock":
         return stock
-    inside = {"sdpa": SDPACoreAttention, "megatron": DotProductAttention}[core]
-    return with_ulysses(stock, inside)
+    inside = {"sdpa": "sdpa", "megatron": DotProductAttention}[core]
+    return with_ulysses(with_norm(stock), inside)
 
 
 @functools.cache

@@ -146,9 +146,8 @@ def test_a_wrong_order_of_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def contiguous_by_mistake(config: Any) -> Any:
-    from ulysses_mc.layers import core_attention, with_ulysses
-
     from ulysses_mc import SequenceLayout
+    from ulysses_mc.layers import core_attention, with_ulysses
 
     class Mistaken(core_attention.UlyssesCoreAttention):
         def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
