@@ -98,12 +98,14 @@ def spec(config: Any, core: str) -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from ulysses_mc.layers import with_norm, with_ulysses
+    from ulysses_mc.layers.specs import gpt_block_local
 
-    stock = local_spec(config)
     if core == "stock":
-        return stock
+        return local_spec(config)
     inside = {"sdpa": "sdpa", "megatron": DotProductAttention}[core]
-    return with_ulysses(with_norm(stock), inside)
+    if config.virtual_pipeline_model_parallel_size:  # a block's spec would be one chunk's
+        return with_ulysses(with_norm(local_spec(config)), inside)
+    return gpt_block_local(config, core=inside)
 
 
 @functools.cache
