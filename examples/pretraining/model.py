@@ -12,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from ulysses_mc.layers import check_wired, wire_dropout
 from ulysses_mc.parallel_state import ParallelState
 

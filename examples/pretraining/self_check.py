@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ulysses_mc.parallel_state.agreement import check_agreement
 
 from ulysses_mc import __version__
+from ulysses_mc.parallel_state.agreement import check_agreement
 
 from .config import Config, known_keys
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from ulysses_mc.layers import specs, with_ulysses
 
 from .config import Config

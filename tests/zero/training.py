@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import use_ulysses
-from ulysses_mc.parallel_state import ParallelConfig, ParallelState, initialize_model_parallel
 
 from tests.zero.models import llama, tokens
 from ulysses_mc import (
@@ -20,6 +18,8 @@ from ulysses_mc import (
     token_count,
     token_mean_loss,
 )
+from ulysses_mc.layers import use_ulysses
+from ulysses_mc.parallel_state import ParallelConfig, ParallelState, initialize_model_parallel
 
 LAYOUTS = [(4, 1), (2, 2), (1, 4)]  # data parallel x Ulysses
 STEPS, MICRO_BATCHES, ROWS, LENGTH = 3, 2, 4, 14  # rows of all data-parallel ranks together
