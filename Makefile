@@ -43,7 +43,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(TESTS)
 
 parity: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/parity $(TESTS)
+	$(BIN)/python -m pytest tests/megatron/test_parity.py $(TESTS)
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(TESTS)
