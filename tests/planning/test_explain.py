@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ulysses_mc.parallel_state import ParallelConfig, RankGrid
 
 from ulysses_mc.head_layout import HeadLayout
+from ulysses_mc.parallel_state import ParallelConfig, RankGrid
 from ulysses_mc.planning import GPUS, PRESETS, RequestError
 from ulysses_mc.planning.example_config import run_from_config
 from ulysses_mc.planning.explain import all_problems, as_dict, as_text, explain
