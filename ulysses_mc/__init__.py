@@ -20,7 +20,12 @@ if (_root / "setup.py").is_file() and (_root / "parallel_state" / "__init__.py")
 
 if TYPE_CHECKING:
     from .batch import shard_batch, shift_labels
-    from .gradients import average_replicated_gradients, clip_gradients, gradient_norm
+    from .gradients import (
+        average_replicated_gradients,
+        clip_gradients,
+        deepspeed_gradient_divisor,
+        gradient_norm,
+    )
     from .head_layout import HeadLayout
     from .loss import (
         cross_entropy,
@@ -44,6 +49,7 @@ _EXPORTS = {
     "average_replicated_gradients": "gradients",
     "clip_gradients": "gradients",
     "cross_entropy": "loss",
+    "deepspeed_gradient_divisor": "gradients",
     "gradient_norm": "gradients",
     "linear_cross_entropy": "loss",
     "megatron_on_cpu": "without_gpu",
@@ -61,6 +67,7 @@ __all__ = [
     "average_replicated_gradients",
     "clip_gradients",
     "cross_entropy",
+    "deepspeed_gradient_divisor",
     "gradient_norm",
     "linear_cross_entropy",
     "megatron_on_cpu",

@@ -13,6 +13,7 @@ cannot mix them with the sharded ones. Call in this order:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,3 +126,29 @@ def _shard_groups(
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def deepspeed_gradient_divisor(engine: Any) -> float:
+    """By what a DeepSpeed engine divides summed gradients, for `token_mean_loss`.
+
+    Seen with DeepSpeed 0.19.8. The engine averages over data-parallel ranks and sums over the
+    sequence-parallel ones, except that ZeRO 3 with `reduce_scatter: true`, its default, averages
+    over all (runtime/comm/coalesced_collectives.py); `engine.backward` divides by the gradient
+    accumulation steps besides.
+
+    Args:
+        engine: what deepspeed.initialize(..., mpu=state) returned.
+
+    Raises:
+        ParallelConfigError: `gradient_predivide_factor` or `prescale_gradients` is set.
+    """
+    if engine.gradient_predivide_factor() != 1.0 or not engine.postscale_gradients():
+        raise ParallelConfigError(
+            "A DeepSpeed config with gradient_predivide_factor or prescale_gradients.",
+            rule="the ZeRO stages apply them differently; float32 reduction needs neither",
+            nearest="leave both out.",
+        )
+    ranks = float(engine.seq_dp_world_size)
+    if not (engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()):
+        ranks /= engine.sequence_parallel_size
+    return ranks * engine.gradient_accumulation_steps()

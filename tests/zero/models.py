@@ -32,7 +32,7 @@ def seeded(model_class: Any, config_class: Any, dtype: torch.dtype, **changes: A
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
-                weight.mul_(12)
+                weight.mul_(5)
             elif weight.dim() == 1:  # norms away from 1, so that their gradients are told apart
                 weight.add_(torch.linspace(-0.3, 0.3, weight.numel(), dtype=dtype))
     return model

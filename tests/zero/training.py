@@ -23,7 +23,7 @@ from ulysses_mc.parallel_state import ParallelConfig, ParallelState, initialize_
 
 LAYOUTS = [(4, 1), (2, 2), (1, 4)]  # data parallel x Ulysses
 STEPS, MICRO_BATCHES, ROWS, LENGTH = 3, 2, 4, 14  # rows of all data-parallel ranks together
-LEARNING_RATE, EPS = 1e-2, 1e-6  # Adam divides by |gradient| + eps: noise must stay below it
+LEARNING_RATE, EPS = 1e-2, 1e-4  # Adam divides by |gradient| + eps: rounding stays below it
 
 
 @dataclass

@@ -1,0 +1,120 @@
+"""A small Llama of Hugging Face transformers, its sequences split by Ulysses and its model states
+sharded by DeepSpeed ZeRO 1, 2 or 3.
+
+    python examples/prepare_data.py
+    torchrun --nproc-per-node 4 examples/deepspeed_zero.py --ulysses 2 --stage 3
+
+Needs ulysses-mc[huggingface,deepspeed]; CPUs or GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from pretraining.indexed import open_checked
+from transformers import LlamaConfig, LlamaForCausalLM
+from ulysses_mc.layers import use_ulysses
+from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
+
+from ulysses_mc import (
+    SequenceLayout,
+    cross_entropy,
+    deepspeed_gradient_divisor,
+    shard_batch,
+    token_mean_loss,
+)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=Path("runs/data/python_stdlib"))
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a sequence")
+    parser.add_argument("--stage", type=int, default=1, choices=[1, 2, 3], help="ZeRO stage")
+    parser.add_argument("--bf16", action="store_true", help="bf16 weights, fp32 reduction")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a data-parallel rank")
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    return parser.parse_args(argv)
+
+
+def read_batch(tokens, step: int, length: int, rows: range, all_rows: int, device):
+    """Random windows; every rank draws the same, and takes the rows of its data-parallel rank."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(tokens) - length, (all_rows,), generator=generator).tolist()
+    windows = [torch.from_numpy(tokens[i : i + length + 1].astype("int64")) for i in starts]
+    whole = torch.stack([windows[row] for row in rows]).to(device)
+    return {"tokens": whole[:, :-1], "labels": whole[:, 1:]}  # shifted before they are cut
+
+
+def main(argv: list[str] | None = None) -> list[float]:
+    args = arguments(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    state = initialize_model_parallel(ParallelConfig(ulysses_parallel_size=args.ulysses))
+    everyone = state.group("dp", "ulysses")
+    facts = json.loads((args.data / "data.json").read_text())
+    tokens = open_checked(str(args.data / "text"), facts["vocab_size"]).tokens
+
+    torch.manual_seed(0)  # the same weights on every rank
+    config = LlamaConfig(
+        vocab_size=facts["vocab_size"],
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=args.sequence_length,
+    )
+    model = LlamaForCausalLM(config).to(device)
+    layout = SequenceLayout.contiguous(args.sequence_length, args.ulysses)
+    use_ulysses(model, state.group("ulysses"), layout)  # the one change to the model
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=args.lr),
+        mpu=state,  # ZeRO over data-parallel x Ulysses ranks
+        config={
+            "train_micro_batch_size_per_gpu": args.batch,
+            "zero_optimization": {"stage": args.stage},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": args.bf16},
+            "communication_data_type": "fp32",
+        },
+    )
+    divisor = deepspeed_gradient_divisor(engine)
+
+    all_rows = args.batch * state.world_size("dp")
+    rows = range(args.batch * state.rank("dp"), args.batch * (state.rank("dp") + 1))
+    losses = []
+    for step in range(1, args.steps + 1):
+        whole = read_batch(tokens, step, args.sequence_length, rows, all_rows, device)
+        part = shard_batch(whole, layout, state.rank("ulysses"))
+        logits = engine(input_ids=part["tokens"]).logits  # [b, s/P, vocabulary]
+        loss_sum, count = cross_entropy(logits, part["labels"])
+        loss = token_mean_loss(loss_sum, count, everyone, gradient_divisor=divisor)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if dist.get_rank() == 0 and (step % 10 == 0 or step == 1):
+            norm = float(engine.get_global_grad_norm())
+            print(f"iteration {step:5d} | lm loss {losses[-1]:.4f} | grad norm {norm:.3f}")
+    if dist.get_rank() == 0:
+        print(f"loss without context (unigram entropy): {facts['unigram_entropy_nats']:.4f}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()
+    deepspeed.comm.destroy_process_group()

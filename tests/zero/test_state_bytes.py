@@ -1,0 +1,90 @@
+"""Bytes of weights, gradients and optimizer states that a rank holds, against the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.support.pool import run_ranks
+from tests.zero.deepspeed_engine import deepspeed_engine
+from tests.zero.training import MICRO_BATCHES, losses, optimizer, start, ulysses_llama
+from ulysses_mc import deepspeed_gradient_divisor
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.huggingface
+
+Bytes = dict[str, float]  # per parameter of the model
+SHARDED = {(("dp", "ulysses"),): 4, ("dp", "ulysses"): 2}  # mesh -> ranks that share a weight
+
+
+def held(tensors: Iterable[Any]) -> int:
+    """Bytes of this rank's storages behind `tensors`, each once."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if torch.is_tensor(t)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+    return sum(storages.values())
+
+
+def adam_states(adam: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t for s in adam.state.values() for t in s.values() if t.dim()]  # without `step`
+
+
+def run_fsdp(dims: Any) -> Bytes:
+    state = start(2, 2)
+    model = ulysses_llama(state, torch.float32)
+    parameters = sum(p.numel() for p in model.parameters())
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=state.mesh(*dims))
+    adam = optimizer(model.parameters())
+    sum(losses(state, model, 0)).backward()
+    adam.step()
+    return {
+        "weights": held(model.parameters()) / parameters,
+        "gradients": held(p.grad for p in model.parameters()) / parameters,
+        "optimizer": held(adam_states(adam)) / parameters,
+    }
+
+
+@pytest.mark.parametrize("dims", SHARDED, ids=str)
+def test_fsdp2_fp32(dims: Any) -> None:
+    """Weights 4, gradients 4, Adam 8, all over the ranks that share them."""
+    ranks = SHARDED[dims]
+    for measured in run_ranks(4, run_fsdp, dims, timeout=90):
+        assert measured == pytest.approx(
+            {"weights": 4 / ranks, "gradients": 4 / ranks, "optimizer": 8 / ranks}, rel=0.01
+        )
+
+
+def run_zero(stage: int) -> Bytes:
+    state = start(2, 2)
+    model = ulysses_llama(state, torch.bfloat16)
+    parameters = sum(p.numel() for p in model.parameters())
+    options = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+    with deepspeed_engine(state, model, stage, **options) as engine:
+        for loss in losses(state, engine, 0, deepspeed_gradient_divisor(engine)):
+            engine.backward(loss)
+            engine.step()
+        zero = engine.optimizer
+        whole = model.parameters() if stage < 3 else (p.ds_tensor for p in model.parameters())
+        masters = [p for group in zero.optimizer.param_groups for p in group["params"]]
+        if stage == 3:
+            masters = zero.fp32_partitioned_groups_flat
+        assert engine.micro_steps == MICRO_BATCHES
+        return {
+            "weights": held(whole) / parameters,
+            "optimizer": held([*masters, *adam_states(zero.optimizer)]) / parameters,
+        }
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_bf16(stage: int) -> None:
+    """Master weights 4 and Adam 8: 12 / 4 ranks; weights 2, shared by all ranks in stage 3."""
+    pytest.importorskip("deepspeed")
+    weights = 2 / 4 if stage == 3 else 2
+    for measured in run_ranks(4, run_zero, stage, timeout=90):
+        assert measured == pytest.approx({"weights": weights, "optimizer": 12 / 4}, rel=0.01)
