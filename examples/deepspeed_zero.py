@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from pretraining.indexed import open_checked
 from transformers import LlamaConfig, LlamaForCausalLM
-from ulysses_mc.layers import use_ulysses
-from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 from ulysses_mc import (
     SequenceLayout,
@@ -29,6 +27,8 @@ from ulysses_mc import (
     shard_batch,
     token_mean_loss,
 )
+from ulysses_mc.layers import use_ulysses
+from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,8 +47,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def read_batch(tokens, step: int, length: int, rows: range, all_rows: int, device):
     """Random windows; every rank draws the same, and takes the rows of its data-parallel rank."""
-    generator = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(tokens) - length, (all_rows,), generator=generator).tolist()
+    draw = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(tokens) - length, (all_rows,), generator=draw).tolist()
     windows = [torch.from_numpy(tokens[i : i + length + 1].astype("int64")) for i in starts]
     whole = torch.stack([windows[row] for row in rows]).to(device)
     return {"tokens": whole[:, :-1], "labels": whole[:, 1:]}  # shifted before they are cut
@@ -62,7 +62,6 @@ def main(argv: list[str] | None = None) -> list[float]:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     state = initialize_model_parallel(ParallelConfig(ulysses_parallel_size=args.ulysses))
-    everyone = state.group("dp", "ulysses")
     facts = json.loads((args.data / "data.json").read_text())
     tokens = open_checked(str(args.data / "text"), facts["vocab_size"]).tokens
 
@@ -93,17 +92,17 @@ def main(argv: list[str] | None = None) -> list[float]:
             "communication_data_type": "fp32",
         },
     )
-    divisor = deepspeed_gradient_divisor(engine)
+    divisor, group = deepspeed_gradient_divisor(engine), state.group("dp", "ulysses")
 
     all_rows = args.batch * state.world_size("dp")
     rows = range(args.batch * state.rank("dp"), args.batch * (state.rank("dp") + 1))
-    losses = []
+    losses: list[float] = []
     for step in range(1, args.steps + 1):
         whole = read_batch(tokens, step, args.sequence_length, rows, all_rows, device)
         part = shard_batch(whole, layout, state.rank("ulysses"))
         logits = engine(input_ids=part["tokens"]).logits  # [b, s/P, vocabulary]
         loss_sum, count = cross_entropy(logits, part["labels"])
-        loss = token_mean_loss(loss_sum, count, everyone, gradient_divisor=divisor)
+        loss = token_mean_loss(loss_sum, count, group, gradient_divisor=divisor)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

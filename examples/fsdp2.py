@@ -20,8 +20,6 @@ import torch.distributed as dist
 from pretraining.indexed import open_checked
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
-from ulysses_mc.layers import use_ulysses
-from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 from ulysses_mc import (
     SequenceLayout,
@@ -30,6 +28,8 @@ from ulysses_mc import (
     shard_batch,
     token_mean_loss,
 )
+from ulysses_mc.layers import use_ulysses
+from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 from tests.support.pool import run_ranks
 from ulysses_mc import (
@@ -19,6 +18,7 @@ from ulysses_mc import (
     clip_gradients,
     gradient_norm,
 )
+from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 RIGHT = math.sqrt(204 + 25)  # of 1..8 and (3, 4): 15.13275
 COUNTED_ON_EACH_RANK, SUMMED_OVER_COPIES = math.sqrt(204 + 4 * 25), math.sqrt(2 * (204 + 25))

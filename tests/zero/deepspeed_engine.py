@@ -20,12 +20,12 @@ def deepspeed_left_clean() -> Iterator[None]:
 
     # The extension for ranks of one machine would have to be compiled first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # ZeRO 3 compares these counts between ranks; this process may have counted more than others.
-    Init.param_id = 0
-    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     try:
         yield
     finally:
+        # ZeRO 3 compares these counts between ranks, and the next test may have other ranks.
+        Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         groups._release_process_group_references()
         comm.cdb = None
 
