@@ -8,6 +8,7 @@ DATA ?= runs/data/python_stdlib
 CONFIG ?=
 ARGS ?=
 TESTS ?=
+EXTRAS ?= dev
 export OMP_NUM_THREADS ?= 1
 
 BIN := $(VENV)/bin
@@ -29,7 +30,7 @@ $(VENV)/.installed-%: pyproject.toml setup.py requirements/*.txt
 	$(BIN)/python -m pip install -q $(if $(PINS),-c $(PINS)) -e '.[$*]'
 	@touch $@
 
-venv: $(VENV)/.installed-dev
+venv: $(VENV)/.installed-$(EXTRAS)
 venv-train: $(VENV)/.installed-train
 
 data: $(DATA)/data.json
@@ -39,23 +40,23 @@ $(DATA)/data.json: | $(VENV)/.installed-train
 pretrain: $(VENV)/.installed-train $(DATA)/data.json
 	PATH="$(abspath $(BIN)):$$PATH" CONFIG="$(CONFIG)" examples/pretrain_gpt.sh $(ARGS)
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest $(TESTS)
 
-parity: $(VENV)/.installed-dev
+parity: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest tests/megatron/test_parity.py $(TESTS)
 
-test-gpu: $(VENV)/.installed-dev
+test-gpu: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest -m gpu $(TESTS)
 
-benchmark: $(VENV)/.installed-dev $(VENV)/.installed-bench
+benchmark: $(VENV)/.installed-$(EXTRAS) $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/exchange.py $(ARGS)
 
-lint: $(VENV)/.installed-dev
+lint: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-typecheck: $(VENV)/.installed-dev
+typecheck: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/mypy ulysses_mc parallel_state layers
 
 clean:
