@@ -64,6 +64,8 @@ def run_cases(cases: list[Case], names: list[str], rounds: int) -> list[dict[str
         # Around a real attention the exchange is a small part: fewer, longer rounds.
         rows = measure(case, names, rounds if case.attention == "none" else max(2, rounds // 2))
         tables.append({"title": case.title, "case": asdict(case), "rows": rows})
+        if dist.get_rank() == 0:
+            print(f"measured: {case.title}", file=sys.stderr, flush=True)
     return tables
 
 
