@@ -76,6 +76,11 @@ def layer_activations(job: Job, setting: Setting, *, moe: bool = False) -> Layer
             softmax = 0.0
     inner, work = _mlp_widths(job, setting, moe)
     mlp = 2 * e * shared + mask + e * t * inner
+    if job.kernels == "plain":
+        attention += _plain_norm(job, shared) + _plain_attention(job, setting, t)
+        mlp += _plain_norm(job, shared)
+        if model.gated_mlp and not moe:  # silu(gate), and up with its offset
+            mlp += 2 * e * t * model.ffn_hidden_size / tp
     exchange = 2 * e * t * (q + kv + out) if setting.ulysses > 1 else 0.0
     residual = 2 * e * shared
     # FlashAttention's backward: dq summed in fp32; dK, dV of grouped heads once per query head.
@@ -90,6 +95,27 @@ def layer_activations(job: Job, setting: Setting, *, moe: bool = False) -> Layer
         attention_work=residual + e * t * (q + kv + out) + kernel + softmax,
         mlp_work=residual + e * t * work,
         exchange=exchange,
+    )
+
+
+def _plain_norm(job: Job, shared: float) -> float:
+    """What PyTorch's norms keep besides their input: statistics, and RMSNorm the unscaled result.
+
+    Args:
+        shared: elements of the norm's input on one GPU.
+    """
+    tokens = shared / job.model.hidden_size
+    if job.model.layer_norm:
+        return 2 * 4 * tokens
+    return job.element_size * shared + 4 * tokens
+
+
+def _plain_attention(job: Job, setting: Setting, t: float) -> float:
+    """Rotary cosines and sines of queries and of keys; log-sum-exp of the attention's rows."""
+    rotary = 4 * t / setting.micro_batch * job.model.head_dim * job.element_size
+    rows = 4 * t * job.model.num_attention_heads / setting.tp
+    return (0.0 if job.model.learned_positions else rotary) + (
+        rows if job.attention == "flash" else 0.0
     )
 
 

@@ -302,5 +302,6 @@ def _run(sections: dict[str, Fields], extra: Fields, model: ModelShape, source: 
         ends_count=extra.flag("account_for_embedding_in_pipeline_split")
         and extra.flag("account_for_loss_in_pipeline_split"),
         attention="unfused" if impl == "local" and local == "spec" else "flash",
+        kernels="plain" if impl == "local" else "fused",
         **optional,
     )

@@ -14,6 +14,7 @@ from .problems import Problem, check, one_of, whole_number
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("bf16", "fp8", "fp32")
 ATTENTION = ("flash", "unfused")
+KERNELS = ("fused", "plain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Job:
         offload_checkpoints: with full recompute, keep the layers' inputs in host memory.
         tiled_logits, tiled_mlp: compute them in pieces along the sequence.
         attention: 'flash' (nothing quadratic is kept) or 'unfused'.
+        kernels: 'fused', as TransformerEngine's layers are, or 'plain', Megatron's local layers on
+            PyTorch's own operators, which keep more for backward.
         tp_sequence_sharding: norms and residuals sharded over the tensor-parallel ranks
             (Megatron's --sequence-parallel).
         tp_overlap: tensor-parallel collectives in pieces behind the matrix products
@@ -57,6 +60,7 @@ class Job:
     tiled_logits: bool = False
     tiled_mlp: bool = False
     attention: str = "flash"
+    kernels: str = "fused"
     tp_sequence_sharding: bool = True
     tp_overlap: bool = False
     uneven_heads: bool = True
@@ -69,6 +73,7 @@ class Job:
         problems += one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
         problems += one_of("gradient_bytes", self.gradient_bytes, (0, 2, 4))
         problems += one_of("attention", self.attention, ATTENTION)
+        problems += one_of("kernels", self.kernels, KERNELS)
         for choice in self.recompute:
             problems += one_of("recompute", choice, RECOMPUTE)
         if not self.recompute:

@@ -246,6 +246,7 @@ def _run(fields: Fields, model: ModelShape, source: str, unread: tuple[str, ...]
         zero_stage=_zero_stage(fields, sharded),
         tp_sequence_sharding=fields.flag("sequence-parallel") and tp > 1,
         attention="unfused" if fields.values.get("attention-backend") == "unfused" else "flash",
+        kernels="plain" if fields.values.get("transformer-impl") == "local" else "fused",
         offload_optimizer=fields.flag("optimizer-cpu-offload"),
         ends_count=fields.flag("account-for-embedding-in-pipeline-split")
         and fields.flag("account-for-loss-in-pipeline-split"),

@@ -80,6 +80,8 @@ def stage_parameters(
     share = layers / model.num_layers
     num_moe = model.num_moe_layers * share
     outside = tables * model.embedding_parameters / setting.tp
+    outside += model.hidden_size * (2 if model.layer_norm else 1)  # the norm after the last layer
+    outside += model.learned_positions * model.hidden_size if tables else 0
     return (layers - num_moe) * dense + num_moe * moe + outside, num_moe * experts
 
 

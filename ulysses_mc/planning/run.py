@@ -42,6 +42,7 @@ class Run:
     zero_stage: int = 1
     tp_sequence_sharding: bool = False
     attention: str = "flash"
+    kernels: str = "fused"
     offload_optimizer: bool = False
     ends_count: bool = False
     unread: tuple[str, ...] = ()
@@ -77,6 +78,7 @@ class Run:
             zero_stage=self.zero_stage,
             offload_optimizer=self.offload_optimizer,
             attention=self.attention,
+            kernels=self.kernels,
             recompute=(self.recompute,),
             tp_sequence_sharding=self.tp_sequence_sharding,
         )

@@ -24,6 +24,8 @@ class Flow:
         group: ranks that take part; `per_node`: those of them on one node.
         pattern: 'ring' (all-gather and the like), 'all_to_all' or 'p2p'.
         hidden: of `backward`, bytes that travel while a matrix product runs.
+        ends: bytes per micro-batch for the embedding and the loss, both passes, where they are.
+        once: bytes per step besides.
     """
 
     kind: str
@@ -34,6 +36,8 @@ class Flow:
     per_node: int
     pattern: str
     hidden: float = 0.0
+    ends: float = 0.0
+    once: float = 0.0
 
     @property
     def spans_nodes(self) -> bool:
@@ -108,7 +112,8 @@ def _flows(job: Job, setting: Setting) -> Iterator[Flow]:
         again = once / 2 if job.tp_sequence_sharding else 0.0
         calls = (10 if job.tp_sequence_sharding else 4) + 4 * recomputed
         back = once * (1 + recomputed) + again
-        yield Flow("tp", once, back, calls, tp, local(tp, 1), "ring", hidden=again)
+        ends, norms = _embedding_and_loss(job, setting), _norm_gradients(job, setting)
+        yield Flow("tp", once, back, calls, tp, local(tp, 1), "ring", again, ends, norms)
     if setting.ulysses > 1:
         once = ulysses_elements_per_token(model, tp, setting.ulysses) * t * e
         extra = 1 if setting.recompute != "none" else 0  # core attention runs again
@@ -130,9 +135,36 @@ def _flows(job: Job, setting: Setting) -> Iterator[Flow]:
     if setting.pp > 1:
         once = t * model.hidden_size * e / (tp if job.tp_sequence_sharding else 1)
         stride = setting.world_size // setting.pp
-        yield Flow("pp", once, once, 2, setting.pp, local(setting.pp, stride), "p2p")
+        # The first stage sends no gradient and the last no activation, so of two stages each
+        # sends once; with chunks both do, but for one.
+        back = once if setting.pp > 2 else once * (setting.vpp - 1) / setting.vpp
+        yield Flow("pp", once, back, 2, setting.pp, local(setting.pp, stride), "p2p")
     if setting.dp * cp > 1:
         yield _data_parallel(job, setting, local(setting.dp * cp, tp))
+
+
+def _embedding_and_loss(job: Job, setting: Setting) -> float:
+    """Bytes that a TP rank sends per micro-batch outside the layers, both passes.
+
+    The vocabulary is divided: partial embeddings are summed, the output layer's input is gathered
+    and its gradient summed, and cross entropy reduces three numbers a token (fp32).
+    """
+    tp, t, e = setting.tp, tokens_per_rank(job, setting), job.element_size
+    hop = (tp - 1) / tp * t * job.model.hidden_size * e
+    embedding = 2 * hop
+    output = (3 if job.tp_sequence_sharding else 2) * hop
+    loss = output + 3 * 2 * (tp - 1) / tp * t * 4
+    return embedding + loss if setting.pp == 1 else max(embedding, loss)
+
+
+def _norm_gradients(job: Job, setting: Setting) -> float:
+    """Bytes per step that sum the norms' gradients over tp, where each rank saw its own tokens."""
+    split = stage_layers(job.model, setting)
+    if not job.tp_sequence_sharding or split is None:
+        return 0.0
+    per_norm = job.model.hidden_size * (2 if job.model.layer_norm else 1)
+    count = max(split) * job.model.replicated_attention_parameters + per_norm
+    return 2 * (setting.tp - 1) / setting.tp * job.state_bytes[1] * count
 
 
 def _data_parallel(job: Job, setting: Setting, per_node: int) -> Flow:
@@ -141,7 +173,8 @@ def _data_parallel(job: Job, setting: Setting, per_node: int) -> Flow:
     assert split is not None
     weight, gradient, _ = job.state_bytes
     group = setting.dp * setting.cp
-    plain, experts = stage_parameters(job.model, setting, max(split), tables=1)
+    tables = 1 if job.model.tied_embeddings or setting.pp > 1 else 2
+    plain, experts = stage_parameters(job.model, setting, max(split), tables=tables)
     factor = (group - 1) / group
     if job.zero_stage < 3:
         # Reduce-scatter of gradients and all-gather of parameters, or an all-reduce of the first.
@@ -173,7 +206,8 @@ def bytes_per_step(job: Job, setting: Setting) -> dict[str, dict[str, float]]:
     """kind -> {'intra': bytes, 'inter': bytes} that the busiest GPU sends in one step."""
     result = {}
     for flow in flows(job, setting):
-        total = (flow.forward + flow.backward) * repeats(job, setting, flow)
+        total = (flow.forward + flow.backward) * repeats(job, setting, flow) + flow.once
+        total += flow.ends * setting.num_micro_batches(job.global_batch_size)
         outside = total * flow.outside
         result[flow.kind] = {"intra": total - outside, "inter": outside}
     return result
