@@ -80,7 +80,7 @@ def test_yaml_is_a_config_that_the_example_knows(
 
 
 def test_keys_of_the_example_config_are_the_examples_own() -> None:
-    from ulysses_mc.planning.example_config import KEYS, OTHER_KEYS
+    from ulysses_mc.planning.example_read import KEYS, OTHER_KEYS
 
     known = example_keys()
     assert {*KEYS, *OTHER_KEYS} == known["Config"]
@@ -204,3 +204,22 @@ def test_megatron_flags_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "--context-parallel-size 8" in out and "--spec ulysses_mc.layers.specs" in out
     assert out.startswith("# Megatron's own a2a refuses replicated heads")
+
+
+def test_sizes_that_do_not_divide_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--tp", "3", "--pp", "5"]) == 2
+    error = capsys.readouterr().err
+    assert "tp 3 x pp 5 = 15 does not divide 16 GPUs" in error and "--gpus 15 or 30" in error
+
+
+def test_keys_that_are_not_understood_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
+              "intermediate_size": 512, "vocab_size": 1000, "num_kv_groups": 2,
+              "torch_dtype": "bfloat16"}  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert main(["plan", str(file), "--seq-length", "4K", "--gpus", "2", "--json"]) == 0
+    error = capsys.readouterr().err
+    assert "not understood and not used: num_kv_groups\n" in error

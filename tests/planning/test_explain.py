@@ -10,7 +10,7 @@ import pytest
 from ulysses_mc.head_layout import HeadLayout
 from ulysses_mc.parallel_state import ParallelConfig, RankGrid
 from ulysses_mc.planning import GPUS, PRESETS, RequestError
-from ulysses_mc.planning.example_config import run_from_config
+from ulysses_mc.planning.example_read import run_from_config
 from ulysses_mc.planning.explain import all_problems, as_dict, as_text, explain
 from ulysses_mc.planning.run import Run
 from ulysses_mc.planning.shapes import layer_shapes
@@ -119,7 +119,7 @@ def test_problems_of_a_yaml_config() -> None:
 @pytest.mark.parametrize("name", ["cpu_demo.yaml", "llama3_8b_128k.yaml"])
 def test_the_examples_own_configs(name: str) -> None:
     pytest.importorskip("yaml")
-    from ulysses_mc.planning.example_config import read_yaml
+    from ulysses_mc.planning.example_read import read_yaml
 
     run = read_yaml(ROOT / "examples/configs" / name)
     assert not all_problems(run)

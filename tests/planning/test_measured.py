@@ -18,7 +18,7 @@ from tests.planning.measured_run import measured_step
 from tests.support.pool import run_ranks
 from ulysses_mc.planning import Estimate
 from ulysses_mc.planning.activations import layer_activations
-from ulysses_mc.planning.example_config import run_from_config
+from ulysses_mc.planning.example_read import run_from_config
 from ulysses_mc.planning.traffic import bytes_per_step
 
 pytestmark = pytest.mark.megatron

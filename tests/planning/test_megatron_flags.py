@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ulysses_mc.planning import GPUS, PRESETS, Estimate, Job, Setting
-from ulysses_mc.planning.megatron_read import OTHER, READ, SWITCHES, read_megatron
+from ulysses_mc.planning.megatron_names import OTHER, READ, SWITCHES
+from ulysses_mc.planning.megatron_read import read_megatron
 from ulysses_mc.planning.megatron_write import megatron_flags, remark
 
 CASES = [

@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from ..planning.example_config import read_yaml
+from ..planning.example_read import read_yaml
 from ..planning.explain import all_problems, as_dict, as_text, explain
 from ..planning.hardware import read_gpu
 from ..planning.megatron_read import read_megatron

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(argv)
     strangers = _unknown_options(parser, options.command, unknown)
     try:
-        return _COMMANDS[options.command].run(options, strangers)
+        code: int = _COMMANDS[options.command].run(options, strangers)
+        return code
     except ParallelConfigError as error:
         print(f"ulysses-mc {options.command}: {error}", file=sys.stderr)
         return 2

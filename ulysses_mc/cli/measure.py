@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from ..planning.link_fit import OPERATIONS, bytes_sent
 
@@ -60,7 +61,7 @@ def measure_here(plan: Plan) -> Result | None:
 def measure_spawned(plan: Plan, ranks: int) -> Result:
     """Starts `ranks` processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_spawned, (plan, ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        spawn(_spawned, (plan, ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
         saved: dict[str, Any] = torch.load(Path(folder) / "result", weights_only=True)
     return Result(**saved)
 
@@ -69,8 +70,9 @@ def _spawned(rank: int, plan: Plan, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     if plan.backend == "nccl":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group(plan.backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(
+        plan.backend, f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
     try:
         result = _measure(plan, 1)
         if rank == 0:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from dataclasses import replace
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..planning.hardware import GPU, GPUS, gpu_names, read_gpu
-from ..planning.hugging_face import read_hugging_face
+from ..planning.hugging_face import read_hugging_face, unread_keys
 from ..planning.job import ATTENTION, PRECISIONS, RECOMPUTE, Job
 from ..planning.megatron_read import read_megatron
 from ..planning.model import ModelShape
 from ..planning.presets import PRESETS, preset
-from ..planning.problems import Problem, RequestError, one_of
+from ..planning.problems import Problem, RequestError, either, near, one_of
 from ..planning.search import Limits
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -107,7 +110,32 @@ def read_job(options: argparse.Namespace, problems: list[Problem]) -> tuple[Job,
     }
     limits = Limits(**{n: _count(getattr(options, n), f"--{n.replace('_', '-')}", problems)
                        for n in _LIMITS})  # fmt: skip
+    problems += _limit_problems(limits, fields["num_gpus"], options.fewest_gpus)
     return _build(fields, problems), limits
+
+
+def _limit_problems(limits: Limits, gpus: int, any_number: bool) -> list[Problem]:
+    """Sizes that do not multiply to a divisor of the GPUs, with the nearest of each that do."""
+    sizes = {name: getattr(limits, name) or 1 for name in ("tp", "ulysses", "ring", "pp")}
+    product = prod(sizes.values())
+    if any_number or gpus % product == 0:
+        return []
+    options = [f"--gpus {either(near(gpus, 2 * max(gpus, product), partial(_fits, product)))}"]
+    for name, size in sizes.items():
+        if size > 1:
+            found = near(size, gpus, partial(_divides, gpus, product // size))
+            options += [f"--{name} {either(found)}"] if found else []
+    text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return [Problem(f"{text} = {product} does not divide {gpus} GPUs", "their product does",
+                    "; ".join(options))]  # fmt: skip
+
+
+def _fits(product: int, gpus: int) -> bool:
+    return gpus % product == 0
+
+
+def _divides(gpus: int, others: int, size: int) -> bool:
+    return gpus % (others * size) == 0
 
 
 def _build(fields: dict[str, Any], problems: list[Problem]) -> Job:
@@ -128,6 +156,7 @@ def _model(
         run = read_megatron(options.megatron_args, "--megatron-args")
         missing = "seq-length is missing"
         problems += [p for p in run.problems if not (missing in p.found and options.seq_length)]
+        _tell_unread("--megatron-args", list(run.unread))
         return run.model, run.seq_length, run.global_batch_size
     if not options.model:
         problems.append(
@@ -136,11 +165,18 @@ def _model(
         return None, None, None
     try:
         if Path(options.model).exists():
-            return read_hugging_face(options.model), None, None
+            model = read_hugging_face(options.model)
+            _tell_unread(options.model, unread_keys(options.model))
+            return model, None, None
         return preset(options.model), None, None
     except RequestError as error:
         problems += error.problems
         return None, None, None
+
+
+def _tell_unread(source: str, names: list[str]) -> None:
+    if names:
+        print(f"{source}: not understood and not used: {', '.join(names)}", file=sys.stderr)
 
 
 def _gpu(options: argparse.Namespace, problems: list[Problem]) -> GPU:

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, problems: list[Problem]) -> int:
     if options.megatron:
         print(_megatron(chosen))
     if options.yaml:
-        from ..planning.example_config import write_yaml
+        from ..planning.example_write import write_yaml
 
         runnable = [e for e in plan.ranked if e.setting.ring == 1]
         if options.pick == "1" and chosen.setting.ring > 1 and runnable:

@@ -20,6 +20,21 @@ _KEYS = {
     "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
     "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rms_norm_eps", "text_config",
 }  # fmt: skip
+# Keys of usual configs that change nothing here.
+_NO_MATTER = {
+    "architectures", "attention_dropout", "attn_pdrop", "embd_pdrop", "bos_token_id",
+    "eos_token_id", "pad_token_id", "hidden_act", "activation_function", "initializer_range",
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "rope_scaling",
+    "rope_parameters", "pretraining_tp", "mlp_bias", "auto_map", "layer_norm_epsilon",
+    "layer_norm_eps", "use_sliding_window", "sliding_window", "max_window_layers",
+    "_name_or_path", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "aux_loss_alpha", "seq_aux",
+    "scoring_func", "topk_group", "topk_method", "n_group", "routed_scaling_factor",
+    "moe_layer_freq", "ep_size", "num_nextn_predict_layers", "quantization_config",
+    "layer_types", "task_specific_params", "summary_type", "n_ctx", "id2label", "label2id",
+    "return_dict", "output_attentions", "output_hidden_states", "is_encoder_decoder",
+    "chunk_size_feed_forward", "problem_type", "tokenizer_class", "vision_config",
+}  # fmt: skip
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _QK_NORM = ("qwen3", "qwen3_moe", "olmo2")
 _CLASSIC = ("gpt2", "gpt_neox", "opt", "bloom")  # LayerNorm, two matrices, biases
@@ -92,6 +107,13 @@ def model_from_config(config: dict[str, Any], *, name: str, source: str) -> Mode
     derived = not mla and config.get("head_dim") is None
     check([*fields.problems, *model_problems(model, source, fields.problems, derived=derived)])
     return model
+
+
+def unread_keys(path: str | Path) -> list[str]:
+    """Keys of a config that are neither read nor known to change nothing."""
+    path = Path(path)
+    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    return sorted(key for key in config if key not in _KEYS | _NO_MATTER)
 
 
 def model_problems(

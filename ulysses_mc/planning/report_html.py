@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from .. import __version__
@@ -96,7 +97,9 @@ def _ranking(estimates: list[Estimate], best: Estimate) -> str:
     return _table(head, rows, right=(0, 2, 4, 5, 6, 7))
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+def _table(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()
+) -> str:
     def cell(tag: str, index: int, text: str) -> str:
         side = ' class="r"' if index in right else ""
         return f"<{tag}{side}>{escape(text)}</{tag}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -46,12 +47,12 @@ def nearest_settings(job: Job, setting: Setting, kind: str) -> str:
     """The nearest values of the fields behind a reason, one changed at a time, without it."""
     options = []
 
-    def works(changed: Setting) -> bool:
-        return all(reason.kind != kind for reason in broken_rules(job, changed))
+    def works(name: str, value: int) -> bool:
+        return all(r.kind != kind for r in broken_rules(job, _changed(setting, name, value)))
 
     for name in _FIELDS.get(kind, ()):
         now = getattr(setting, name)
-        found = near(now, 4 * now, lambda n, name=name: works(_changed(setting, name, n)))
+        found = near(now, 4 * now, partial(works, name))
         if found:
             options.append(f"{name} {either(found)}")
     if kind == "batch":
