@@ -93,7 +93,6 @@ def main(argv: list[str] | None = None) -> list[float]:
         },
     )
     divisor, group = deepspeed_gradient_divisor(engine), state.group("dp", "ulysses")
-
     all_rows = args.batch * state.world_size("dp")
     rows = range(args.batch * state.rank("dp"), args.batch * (state.rank("dp") + 1))
     losses: list[float] = []
@@ -110,7 +109,8 @@ def main(argv: list[str] | None = None) -> list[float]:
             norm = float(engine.get_global_grad_norm())
             print(f"iteration {step:5d} | lm loss {losses[-1]:.4f} | grad norm {norm:.3f}")
     if dist.get_rank() == 0:
-        print(f"loss without context (unigram entropy): {facts['unigram_entropy_nats']:.4f}")
+        mean, entropy = sum(losses[-20:]) / len(losses[-20:]), facts["unigram_entropy_nats"]
+        print(f"mean of the last 20: {mean:.4f}; loss without context: {entropy:.4f} (unigrams)")
     return losses
 
 

@@ -108,8 +108,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         if dist.get_rank() == 0 and (step % 10 == 0 or step == 1):
             print(f"iteration {step:5d} | lm loss {losses[-1]:.4f} | grad norm {norm:.3f}")
     if dist.get_rank() == 0:
-        entropy = facts["unigram_entropy_nats"]
-        print(f"loss without context (unigram entropy of the data): {entropy:.4f}")
+        mean, entropy = sum(losses[-20:]) / len(losses[-20:]), facts["unigram_entropy_nats"]
+        print(f"mean of the last 20: {mean:.4f}; loss without context: {entropy:.4f} (unigrams)")
     return losses
 
 

@@ -191,7 +191,7 @@ def _check_options(local_attention: Callable[..., Any], names: list[str]) -> Non
         )
 
 
-def _check_model(model: Any, pretrained_model: type) -> None:
+def _check_model(model: Any, pretrained_model: Any) -> None:
     if not isinstance(model, pretrained_model):
         raise ParallelConfigError(
             f"use_ulysses on {type(model).__name__}.",
@@ -226,7 +226,7 @@ def _unsupported(model: torch.nn.Module, why: str) -> ParallelConfigError:
     )
 
 
-def _transformers() -> type:
+def _transformers() -> Any:
     try:
         from transformers import PreTrainedModel
     except ImportError as error:

@@ -184,7 +184,8 @@ def _gather(
     pieces = [torch.empty_like(padded) for _ in layout.lengths]
     dist.all_gather(pieces, padded, group=group)
     shards = [piece[:, :n] for piece, n in zip(pieces, layout.lengths, strict=True)]
-    return layout.unshard(shards, 1)
+    everywhere: torch.Tensor = layout.unshard(shards, 1)
+    return everywhere
 
 
 def _refuse_local_positions(positions: torch.Tensor, layout: SequenceLayout) -> None:

@@ -48,9 +48,8 @@ def average_replicated_gradients(
         flat = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
         dist.all_reduce(flat, group=group)
         flat /= group.size() if gradient_divisor is None else gradient_divisor
-        for gradient, piece in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))
 
 
@@ -151,4 +150,4 @@ def deepspeed_gradient_divisor(engine: Any) -> float:
     ranks = float(engine.seq_dp_world_size)
     if not (engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()):
         ranks /= engine.sequence_parallel_size
-    return ranks * engine.gradient_accumulation_steps()
+    return ranks * float(engine.gradient_accumulation_steps())

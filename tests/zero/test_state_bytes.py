@@ -88,3 +88,37 @@ def test_deepspeed_bf16(stage: int) -> None:
     weights = 2 / 4 if stage == 3 else 2
     for measured in run_ranks(4, run_zero, stage, timeout=90):
         assert measured == pytest.approx({"weights": weights, "optimizer": 12 / 4}, rel=0.01)
+
+
+def run_megatron(distributed_optimizer: bool) -> Bytes:
+    """One step of tests.megatron's small GPT in bf16, on dp 2 x Ulysses 2."""
+    from tests.megatron.small_gpt import Setting, Trainer, gpt_chunks, local_spec
+    from ulysses_mc import megatron_on_cpu
+    from ulysses_mc.layers import with_ulysses
+
+    with megatron_on_cpu():
+        setting = Setting(cp=2, bf16=True, distributed_optimizer=distributed_optimizer)
+        setting.initialize()
+        chunks = gpt_chunks(setting, lambda config: with_ulysses(local_spec(config)))
+        trainer = Trainer(setting, chunks)
+        trainer.forward_backward(0)
+        trainer.optimizer.step()
+        parameters = sum(p.numel() for p in chunks[0].parameters())
+        inner = trainer.optimizer.chained_optimizers[0].optimizer
+        masters = [p for group in inner.param_groups for p in group["params"]]
+        return {
+            "weights": held(chunks[0].parameters()) / parameters,
+            "gradients": held(p.main_grad for p in chunks[0].parameters()) / parameters,
+            "optimizer": held([*masters, *adam_states(inner)]) / parameters,
+        }
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["stage 0", "stage 1"])
+def test_megatron_bf16(distributed_optimizer: bool) -> None:
+    """Weights 2 and fp32 gradients 4 are whole; 12 is shared by dp x Ulysses ranks in stage 1."""
+    shared = 4 if distributed_optimizer else 1
+    for measured in run_ranks(4, run_megatron, distributed_optimizer, timeout=90):
+        assert measured == pytest.approx(
+            {"weights": 2.0, "gradients": 4.0, "optimizer": 12 / shared}, rel=0.01
+        )
