@@ -25,7 +25,11 @@ def job(model: str = "llama-3.1-8b", **changes: object) -> Job:
 
 @pytest.mark.parametrize(
     ("model", "gpu", "seq_length", "batch"),
-    [("llama-3.1-405b", "gb200-nvl72", 1 << 20, 64), ("llama-3.1-70b", "h100", 1 << 17, 512)],
+    [
+        ("llama-3.1-405b", "gb200-nvl72", 1 << 20, 64),
+        ("llama-3.1-70b", "h100", 1 << 17, 512),
+        ("deepseek-v3", "h100", 4096, 16384),
+    ],
 )
 def test_all_layouts_of_4096_gpus_in_under_5_seconds(
     model: str, gpu: str, seq_length: int, batch: int
@@ -36,7 +40,7 @@ def test_all_layouts_of_4096_gpus_in_under_5_seconds(
     )
     assert time.process_time() - start < 5
     # 2^12 as an ordered product of five factors: C(12 + 4, 4).
-    assert plan.considered == 1820
+    assert plan.considered == 1820 or (plan.job.model.moe and plan.considered > 1820)
     assert plan.ranked
 
 

@@ -10,7 +10,7 @@ import pytest
 from ulysses_mc.head_layout import HeadLayout
 from ulysses_mc.planning import GPUS, PRESETS, Job, Limits, Setting, search
 from ulysses_mc.planning.advice import advice
-from ulysses_mc.planning.traffic import Flow, bytes_per_step, crossover, flows
+from ulysses_mc.planning.traffic import Flow, bytes_per_step, crossover, flows, ranks_per_node
 from ulysses_mc.sequence_layout import SequenceLayout
 
 LARGE = replace(GPUS["h100"], memory=1e13)  # a GPU into which everything fits
@@ -103,6 +103,31 @@ def test_bytes_leave_the_node_only_where_a_group_does() -> None:
     assert inside["inter"] == 0 and inside["intra"] > 0
     # 2 of 8 Ulysses ranks share a node with tp 4: 6 of 7 peers are elsewhere.
     assert across["inter"] / (across["inter"] + across["intra"]) == pytest.approx(6 / 7)
+
+
+@pytest.mark.parametrize(
+    ("group", "stride", "node", "world", "fewest"),
+    [
+        (8, 1, 8, 64, 8), (16, 1, 8, 64, 8), (4, 4, 8, 64, 2), (4, 8, 8, 64, 1),
+        (64, 1, 72, 576, 8),  # ranks 64 to 127: 8 of them on the first node
+        (32, 2, 72, 576, 4), (12, 6, 72, 576, 12), (6, 1, 8, 48, 2), (64, 1, 72, 64, 64),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_group_on_a_node(
+    group: int, stride: int, node: int, world: int, fewest: int
+) -> None:
+    """Against the groups themselves, counted node by node."""
+    members = [
+        [start + offset + index * stride for index in range(group)]
+        for start in range(0, world // (group * stride) * group * stride, group * stride)
+        for offset in range(stride)
+    ]
+    counted = min(
+        sum(rank // node == place for rank in ranks)
+        for ranks in members
+        for place in {rank // node for rank in ranks}
+    )
+    assert ranks_per_node(group, stride, node, world) == fewest == max(counted, 1)
 
 
 def test_recomputation_repeats_the_forward_exchange() -> None:

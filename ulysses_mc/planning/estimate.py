@@ -60,7 +60,13 @@ class Estimate:
             return str(layout)
         if self.setting.ulysses == 1:
             return f"{layout.local_heads} query, {layout.local_kv_heads} KV heads per rank"
-        return layout.describe()
+        sizes = [len(run) for run in layout.query_heads]
+        shown = f"{sizes[0]} query heads on each of {len(sizes)} ranks"
+        if len(set(sizes)) > 1:
+            shown = f"query heads {','.join(map(str, sizes[:16]))}{',...' * (len(sizes) > 16)}"
+            shown += f", {layout.imbalance:.0%} imbalance"
+        copies = f", {layout.kv_copies} KV copies of {layout.local_kv_heads}"
+        return f"{layout.kind}: {shown}" + copies * (layout.kv_copies > layout.local_kv_heads)
 
     @cached_property
     def notes(self) -> list[str]:

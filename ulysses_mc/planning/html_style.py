@@ -28,7 +28,8 @@ flex:1 1 auto;min-width:130px}
 th,td{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);
 vertical-align:top}th{color:var(--dim);font-weight:600}
 td.r,th.r{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td:nth-child(2){white-space:nowrap}details td:nth-child(2){white-space:normal}
+td:nth-child(2){white-space:nowrap}td:nth-child(9){min-width:280px}
+details td:nth-child(2){white-space:normal}
 details td:first-child{white-space:nowrap}summary{cursor:pointer;color:var(--dim)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;margin-bottom:10px}
 .legend i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px}

@@ -179,9 +179,12 @@ def _heads(best: Estimate) -> str:
         (str(rank), _run(query), _run(kv))
         for rank, (query, kv) in enumerate(zip(layout.query_heads, layout.kv_heads, strict=True))
     ]
-    text = f"<p>{escape(layout.describe())}</p>"
+    text = f"<p>{escape(best.heads)}</p>"
     head = ("Ulysses rank", "query heads", "key/value heads")
-    return text + (_table(head, rows) if len(rows) <= 64 else "")
+    table = _table(head, rows)
+    if len(rows) > 8:
+        table = f"<details><summary>All {len(rows)} ranks</summary>{table}</details>"
+    return text + table
 
 
 def _run(heads: range) -> str:

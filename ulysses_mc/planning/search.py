@@ -92,12 +92,18 @@ def _expert_sizes(job: Job, base: Setting, limits: Limits) -> tuple[int, ...]:
 def search(job: Job, limits: Limits = Limits()) -> Plan:
     """All layouts, each with the fastest micro-batch, chunks and recompute that fit."""
     start, ranked, dropped = time.perf_counter(), [], []
+    last: tuple[Setting, Reason] | None = None  # a layout that breaks a rule whatever its ep
     for layout in layouts(job, limits):
+        if last and replace(layout, ep=last[0].ep) == last[0]:
+            dropped.append(Dropped(layout, last[1]))
+            continue
         best = best_of_layout(job, layout, limits)
         if isinstance(best, Reason):
             dropped.append(Dropped(layout, best))
+            last = None if best.kind in ("memory", "experts") else (layout, best)
         else:
             ranked.append(best)
+            last = None
     ranked.sort(key=lambda estimate: (estimate.seconds, _plainness(estimate.setting)))
     return Plan(job, ranked, dropped, time.perf_counter() - start)
 

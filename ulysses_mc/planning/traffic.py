@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from .activations import tokens_per_rank
 from .job import Job, Setting, head_layout
@@ -91,6 +92,19 @@ def ring_elements_per_token(model: ModelShape, tp: int, ulysses: int, ring: int)
     return (ring - 1) * heads * (model.head_dim + model.value_dim)
 
 
+def ranks_per_node(group: int, stride: int, node: int, world_size: int) -> int:
+    """The fewest ranks of a group, `stride` ranks apart, that share a node.
+
+    Where neither the group's extent nor the node divides the other, as 64 ranks over nodes of
+    72, some group is cut at a node's edge: its smaller part sets the pace.
+    """
+    extent = group * stride
+    if world_size <= node:
+        return group
+    part = min(extent, node) if extent % node == 0 or node % extent == 0 else gcd(extent, node)
+    return max(1, min(group, part // stride))
+
+
 def flows(job: Job, setting: Setting) -> list[Flow]:
     """One flow for each kind of parallelism in use."""
     return list(_flows(job, setting))
@@ -103,8 +117,7 @@ def _flows(job: Job, setting: Setting) -> Iterator[Flow]:
     recomputed = 1 if setting.recompute == "full" else 0
 
     def local(group: int, stride: int) -> int:
-        """Ranks of a group, `stride` ranks apart, that share a node."""
-        return max(1, min(group, node // stride))
+        return ranks_per_node(group, stride, node, setting.world_size)
 
     if tp > 1:
         once = 4 * (tp - 1) / tp * t * model.hidden_size * e
