@@ -56,8 +56,11 @@ lint: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# In one folder, as a wheel has them: mypy does not follow an editable install.
 typecheck: $(VENV)/.installed-$(EXTRAS)
-	$(BIN)/mypy ulysses_mc parallel_state layers
+	rm -rf build/typecheck && mkdir -p build/typecheck
+	cp -r ulysses_mc build/typecheck/ && cp -r parallel_state layers build/typecheck/ulysses_mc/
+	cd build/typecheck && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p ulysses_mc
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from . import transport
 from .parallel_state.errors import ParallelConfigError
-from .transport import Cut
+from .transport.memory import Cut
 
 __all__ = ["Cut", "heads_to_sequence", "sequence_to_heads"]
 
@@ -66,7 +66,7 @@ def sequence_to_heads(
     for tensor, cut in zip(tensors, cuts, strict=True):
         _check(tensor, cut, group, by_heads=False)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
-    return tuple(_SequenceToHeads.apply(route, *tensors))
+    return tuple(_SequenceToHeads.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
 def heads_to_sequence(
@@ -95,7 +95,7 @@ def heads_to_sequence(
     for tensor, cut in zip(tensors, cuts, strict=True):
         _check(tensor, cut, group, by_heads=True)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
-    return tuple(_HeadsToSequence.apply(route, *tensors))
+    return tuple(_HeadsToSequence.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _SequenceToHeads(torch.autograd.Function):
@@ -108,7 +108,7 @@ class _SequenceToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_HeadsToSequence.apply(ctx.route, *gradients))
+        return (None, *_HeadsToSequence.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
 
 
 class _HeadsToSequence(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _HeadsToSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_SequenceToHeads.apply(ctx.route, *gradients))
+        return (None, *_SequenceToHeads.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
 
 
 def _check(tensor: torch.Tensor, cut: Cut, group: dist.ProcessGroup, *, by_heads: bool) -> None:

@@ -61,7 +61,7 @@ def measure_here(plan: Plan) -> Result | None:
 def measure_spawned(plan: Plan, ranks: int) -> Result:
     """Starts `ranks` processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_spawned, (plan, ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        spawn(_spawned, (plan, ranks, folder), nprocs=ranks)
         saved: dict[str, Any] = torch.load(Path(folder) / "result", weights_only=True)
     return Result(**saved)
 

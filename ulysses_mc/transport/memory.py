@@ -123,7 +123,9 @@ def even_runs(heads: Sequence[range], skip: int) -> list[list[int]]:
 def run_heads(tensor: torch.Tensor, heads: Sequence[range], run: list[int]) -> torch.Tensor:
     """The heads of the ranks of a run: [s, b, h, d] -> [s, b, ranks, heads of each, d]."""
     first, each = heads[run[0]].start, len(heads[run[0]])
-    return tensor.narrow(2, first, each * len(run)).unflatten(2, (len(run), each))
+    heads_of_run: torch.Tensor = tensor.narrow(2, first, each * len(run))
+    result: torch.Tensor = heads_of_run.unflatten(2, (len(run), each))
+    return result
 
 
 def local_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
