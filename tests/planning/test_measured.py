@@ -16,9 +16,12 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("jsonargparse")
 from tests.planning.measured_run import measured_step
 from tests.support.pool import run_ranks
+from ulysses_mc.parallel_state import RankGrid
 from ulysses_mc.planning import Estimate
 from ulysses_mc.planning.activations import layer_activations
 from ulysses_mc.planning.example_read import run_from_config
+from ulysses_mc.planning.explain import parallel_config
+from ulysses_mc.planning.shapes import layer_shapes
 from ulysses_mc.planning.traffic import bytes_per_step
 
 pytestmark = pytest.mark.megatron
@@ -85,6 +88,21 @@ def test_bytes_and_activations(name: str, data: Path, tmp_path: Path) -> None:
     told_few, told_many = estimate(name, 2), estimate(name, 4)
     check_bytes(few, many, told_few, told_many)
     check_activations(few, many, told_few, told_many)
+    check_shapes(few, name)
+
+
+def check_shapes(ranks: list[dict[str, Any]], name: str) -> None:
+    """What `explain` says of every rank's tensors is what they were."""
+    run = run_from_config(config(name, 2), name)
+    for number, rank in enumerate(ranks):
+        place = RankGrid(parallel_config(run), run.ranks).coordinates(number)
+        said = {t.step: t.shape for t in layer_shapes(run, place["ulysses"])}
+        for step, shape in rank["shapes"].items():
+            if step in said:
+                assert shape == said[step], (number, step)
+        checked = set(said) & set(rank["shapes"])
+        assert {"query", "key", "value", "query by heads", "key by heads", "context"} <= checked
+        assert "logits" in checked or place["pp"] < run.pp - 1
 
 
 def check_bytes(few: Any, many: Any, told_few: Estimate, told_many: Estimate) -> None:
