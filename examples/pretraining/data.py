@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .config import Config
 from .errors import UserError
@@ -48,6 +49,8 @@ def build_datasets(
 
     cache = Path(config.data.cache or Path(config.output) / "data_cache")
     refuse_pickled_arrays(cache)
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 writes new files there: not while another still reads
     options = GPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=seq_length,

@@ -7,8 +7,9 @@ the key/value heads written out. `t` below is the GPU's tokens, s/(P R) x b; e b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from .job import Job, Setting
+from .job import Job, Setting, head_layout
 from .model import ModelShape
 
 
@@ -49,53 +50,73 @@ def kv_heads_per_rank(model: ModelShape, tp: int, ulysses: int = 1) -> float:
     return float(max(model.num_query_groups / tp, ulysses))
 
 
+@lru_cache(maxsize=4096)
+def busiest_heads(model: ModelShape, tp: int, ulysses: int) -> tuple[float, float]:
+    """Query and key/value heads of the busiest Ulysses rank, times P: heads per token it sent.
+
+    For an even layout h and k, the heads of its TP rank; more where runs differ in size, or
+    heads are replicated.
+    """
+    layout = head_layout(model, tp, ulysses)
+    if ulysses == 1 or isinstance(layout, Exception):
+        return model.num_attention_heads / tp, kv_heads_per_rank(model, tp)
+    query = ulysses * max(map(len, layout.query_heads))
+    irregular = any(layout.kv_expansion(rank) is not None for rank in range(ulysses))
+    return query, query if irregular else ulysses * max(map(len, layout.kv_heads))
+
+
 def layer_activations(job: Job, setting: Setting, *, moe: bool = False) -> LayerActivations:
     """The bytes of one dense layer, or of one MoE layer with evenly loaded experts."""
     model, e, t = job.model, job.element_size, tokens_per_rank(job, setting)
-    tp, h = setting.tp, model.hidden_size
     # Norms, residuals and dropout masks: on every TP rank, unless they are sharded over them.
-    shared = t * h / (tp if job.tp_sequence_sharding else 1)
-    mask = shared if model.hidden_dropout else 0.0
-    q, v = model.num_attention_heads / tp * model.head_dim, model.value_dim
-    out = model.num_attention_heads / tp * v
-    kv = kv_heads_per_rank(model, tp, setting.ulysses) * (model.head_dim + v)
-    if model.mla:  # K and V are expanded to every query head; the latents are kept besides
-        kv = model.num_attention_heads / tp * (model.head_dim + v)
-        latent = model.mla.kv_lora_rank + model.mla.rope_head_dim + (model.mla.q_lora_rank or 0)
-        shared_latent = t * latent * e * 2  # before and after its norm, on every TP rank
-    else:
-        shared_latent = 0.0
-    # By-heads output for attention's backward, by-sequence output for the projection's.
-    copies = 2 if setting.ulysses > 1 else 1
-    attention = 2 * e * shared + mask + e * t * (q + kv + copies * out) + shared_latent
-    softmax = 0.0
-    if job.attention == "unfused":
-        scores = t * job.seq_length / setting.ring * model.num_attention_heads / tp
-        softmax = scores * (2 * e + 1 if model.hidden_dropout else e)
-        if setting.recompute != "none":
-            softmax = 0.0
+    shared = t * model.hidden_size / (setting.tp if job.tp_sequence_sharding else 1)
+    around = 2 * e * shared + (shared if model.hidden_dropout else 0.0)
+    heads, kv_heads = busiest_heads(model, setting.tp, setting.ulysses)
+    if model.mla:  # keys and values are expanded to every query head
+        kv_heads = heads
+    query, out = heads * model.head_dim, heads * model.value_dim
+    by_heads = e * t * (query + kv_heads * (model.head_dim + model.value_dim) + out)
+    attention = around + by_heads + _latents(job, t)
+    if setting.ulysses > 1:  # and the output by sequence, for the projection's backward pass
+        attention += e * t * model.num_attention_heads / setting.tp * model.value_dim
     inner, work = _mlp_widths(job, setting, moe)
-    mlp = 2 * e * shared + mask + e * t * inner
+    mlp = around + e * t * inner
     if job.kernels == "plain":
-        attention += _plain_norm(job, shared) + _plain_attention(job, setting, t)
+        attention += _plain_norm(job, shared) + _plain_attention(job, setting, t, heads)
         mlp += _plain_norm(job, shared)
         if model.gated_mlp and not moe:  # silu(gate), and up with its offset
-            mlp += 2 * e * t * model.ffn_hidden_size / tp
-    exchange = 2 * e * t * (q + kv + out) if setting.ulysses > 1 else 0.0
-    residual = 2 * e * shared
+            mlp += 2 * e * t * model.ffn_hidden_size / setting.tp
+    softmax = _softmax(job, setting, t * heads)
     # FlashAttention's backward: dq summed in fp32; dK, dV of grouped heads once per query head.
-    kernel = 4 * t * q + (
-        2 * e * t * q if model.num_query_groups < model.num_attention_heads else 0
-    )
+    grouped = model.num_query_groups < model.num_attention_heads
+    kernel = (4 + 2 * e * grouped) * t * query
     return LayerActivations(
         attention=attention,
         mlp=mlp,
         softmax=softmax,
         layer_input=e * shared,
-        attention_work=residual + e * t * (q + kv + out) + kernel + softmax,
-        mlp_work=residual + e * t * work,
-        exchange=exchange,
+        attention_work=2 * e * shared + by_heads + kernel + softmax,
+        mlp_work=2 * e * shared + e * t * work,
+        exchange=2 * by_heads if setting.ulysses > 1 else 0.0,
     )
+
+
+def _latents(job: Job, t: float) -> float:
+    """MLA's compressed queries and keys, before and after their norms, on every TP rank."""
+    mla = job.model.mla
+    if mla is None:
+        return 0.0
+    return (
+        2 * job.element_size * t * (mla.kv_lora_rank + mla.rope_head_dim + (mla.q_lora_rank or 0))
+    )
+
+
+def _softmax(job: Job, setting: Setting, rows: float) -> float:
+    """5 a s^2 b with dropout (softmax, its mask, their product), else the softmax alone."""
+    if job.attention != "unfused" or setting.recompute != "none":
+        return 0.0
+    e = job.element_size
+    return rows * job.seq_length / setting.ring * (2 * e + 1 if job.model.hidden_dropout else e)
 
 
 def _plain_norm(job: Job, shared: float) -> float:
@@ -110,10 +131,10 @@ def _plain_norm(job: Job, shared: float) -> float:
     return job.element_size * shared + 4 * tokens
 
 
-def _plain_attention(job: Job, setting: Setting, t: float) -> float:
+def _plain_attention(job: Job, setting: Setting, t: float, heads: float) -> float:
     """Rotary cosines and sines of queries and of keys; log-sum-exp of the attention's rows."""
     rotary = 4 * t / setting.micro_batch * job.model.head_dim * job.element_size
-    rows = 4 * t * job.model.num_attention_heads / setting.tp
+    rows = 4 * t * heads
     return (0.0 if job.model.learned_positions else rotary) + (
         rows if job.attention == "flash" else 0.0
     )
