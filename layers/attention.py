@@ -15,8 +15,20 @@ from ..exchange import Cut, heads_to_sequence, sequence_to_heads
 from ..head_layout import HeadLayout
 from ..parallel_state.errors import ParallelConfigError
 from ..sequence_layout import SequenceLayout
+from .checks import (
+    check_documents,
+    check_options,
+    check_per_head,
+    check_qkv,
+    check_whole_sequence,
+)
+from .joint import JointTokens
 from .local import sdpa_attention
 from .random import rank_distinct_rng
+
+_VECTORS = ("alibi_slopes", "sinks")
+_MASKS = ("attention_mask", "attention_bias")
+_BY_HEAD = {name: -1 for name in _VECTORS} | {name: -3 for name in _MASKS}  # the heads' dim
 
 
 class UlyssesAttention(torch.nn.Module):
@@ -77,8 +89,12 @@ class UlyssesAttention(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         attention_bias: torch.Tensor | None = None,
         dropout_p: float = 0.0,
+        joint_query: torch.Tensor | None = None,
+        joint_key: torch.Tensor | None = None,
+        joint_value: torch.Tensor | None = None,
+        joint_position: str = "front",
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attends to the whole sequence.
 
         Args:
@@ -86,38 +102,63 @@ class UlyssesAttention(torch.nn.Module):
             key, value: [b, s_r, k, d] and [b, s_r, k, d_v], or packed.
             causal: whether a token sees only itself and earlier ones.
             alibi_slopes, sinks: [h], cut with the heads.
-            attention_mask, attention_bias: over the whole sequence, [.., s, s_kv]; a head dim
-                of size h is cut with the heads.
+            attention_mask, attention_bias: over the whole sequence, broadcastable to
+                [b, h, s, s_kv]; a head dim of size h is cut with the heads.
             dropout_p: attention dropout; its masks differ between the ranks' heads.
+            joint_query, joint_key, joint_value: [b, j, h or k, d or d_v], tokens that every rank
+                holds whole; masks and `cu_seqlens` then speak of all j + s tokens.
+            joint_position: 'front' or 'rear' of the split tokens.
             options: further options of the local attention, given to it as they are:
-                `scale`, `window`, `cu_seqlens` (global), `softcap`, ...
+                `scale`, `window`, `cu_seqlens` (global), `softcap`, ...; None is not given.
 
         Returns:
-            [b, s_r, h, d_v], or packed [t_r, h, d_v].
+            [b, s_r, h, d_v], or packed [t_r, h, d_v]; with joint tokens also their output, whole
+            on every rank. Gradients of what every rank holds (joint tokens, biases, slopes,
+            sinks) are the rank's share: their sum over the group is the whole. Likewise a loss on
+            the joint output is counted once over the group, not on every rank.
+
+        Raises:
+            ParallelConfigError: an option that the local attention does not take, or a shape
+                that does not fit; before anything is sent.
         """
-        if query.dim() == 3:  # packed: a batch of one
-            unpacked = (tensor.unsqueeze(0) for tensor in (query, key, value))
-            arguments = dict(options, causal=causal, dropout_p=dropout_p)
-            arguments.update(alibi_slopes=alibi_slopes, sinks=sinks)
-            arguments.update(attention_mask=attention_mask, attention_bias=attention_bias)
-            return self.forward(*unpacked, **arguments).squeeze(0)
-
-        rank, size = self.group.rank(), self.group.size()
-        layout = head_layout(query.size(2), key.size(2), size, self.uneven_heads)
-        heads = layout.query_heads[rank]
+        joint = JointTokens.of(joint_query, joint_key, joint_value, joint_position)
         by_head = {
-            "alibi_slopes": _cut_heads(alibi_slopes, 0, heads, query.size(2)),
-            "sinks": _cut_heads(sinks, 0, heads, query.size(2)),
-            "attention_mask": _cut_heads(attention_mask, 1, heads, query.size(2)),
-            "attention_bias": _cut_heads(attention_bias, 1, heads, query.size(2)),
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "attention_mask": attention_mask,
+            "attention_bias": attention_bias,
         }
-        options |= {name: tensor for name, tensor in by_head.items() if tensor is not None}
-        if dropout_p:
-            options["dropout_p"] = dropout_p
+        options |= {"dropout_p": dropout_p or None, **by_head}
+        options = {name: option for name, option in options.items() if option is not None}
+        packed = query.dim() == 3
+        if packed:  # a batch of one
+            query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+        out, joint_out = self._attend(query, key, value, joint, causal, options)
+        if packed:
+            out = out.squeeze(0)
+            joint_out = joint_out if joint_out is None else joint_out.squeeze(0)
+        return out if joint_out is None else (out, joint_out)
 
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        joint: JointTokens | None,
+        causal: bool,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rank = self.group.rank()
+        check_qkv(query, key, value)
+        layout = head_layout(query.size(2), key.size(2), self.group.size(), self.uneven_heads)
+        heads, kv_heads = layout.query_heads[rank], layout.kv_heads[rank]
         query_cut = Cut(self._layout(self.sequence_layout, query), layout.query_heads)
         kv_cut = Cut(self._layout(self.kv_sequence_layout, key), layout.kv_heads)
-        query_by_heads, key_by_heads, value_by_heads = (
+        self._check(query, query_cut, kv_cut, joint, options)
+        cut = {name: _cut_heads(name, options[name], heads) for name in _BY_HEAD if name in options}
+        options = options | cut
+
+        by_heads = [
             tensor.transpose(0, 1)  # [b, s, h_r, d]
             for tensor in sequence_to_heads(
                 [tensor.transpose(0, 1) for tensor in (query, key, value)],
@@ -127,31 +168,62 @@ class UlyssesAttention(torch.nn.Module):
                 by_heads_batch_first=True,
                 transport=self.transport,
             )
-        )
+        ]
+        if joint is not None:
+            replicated = zip(
+                (joint.query, joint.key, joint.value), (heads, kv_heads, kv_heads), strict=True
+            )
+            by_heads = [
+                joint.attach(tensor, *whole)
+                for tensor, whole in zip(by_heads, replicated, strict=True)
+            ]
         expansion = layout.kv_expansion(rank)
         if expansion is not None:
-            key_by_heads = expand_heads(key_by_heads, expansion)
-            value_by_heads = expand_heads(value_by_heads, expansion)
-        tensors = (query_by_heads, key_by_heads, value_by_heads)
+            by_heads[1:] = [expand_heads(tensor, expansion) for tensor in by_heads[1:]]
+        dropout_p = options.get("dropout_p")
         with rank_distinct_rng(rank, query.device) if dropout_p else nullcontext():
             if heads:
-                out_by_heads = self.local_attention(*tensors, causal=causal, **options)
+                out_by_heads = self.local_attention(*by_heads, causal=causal, **options)
             else:  # a rank beyond the heads still takes part in both exchanges, both ways
-                cut = [tensor for tensor in by_head.values() if tensor is not None]
-                out_by_heads = no_heads(*tensors, *cut)
-        (out,) = heads_to_sequence(
-            [out_by_heads.transpose(0, 1)],
-            [query_cut],
+                out_by_heads = no_heads(*by_heads, *cut.values())
+        return self._back(out_by_heads, query_cut, joint)
+
+    def _back(
+        self, out_by_heads: torch.Tensor, cut: Cut, joint: JointTokens | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[b, (j +) s, h_r, d_v] -> [b, s_r, h, d_v] (and [b, j, h, d_v])."""
+        pieces = [(out_by_heads, cut)]
+        if joint is not None:
+            out_by_heads, joint_by_heads = joint.detach(out_by_heads)
+            pieces = [(out_by_heads, cut), joint.for_every_rank(joint_by_heads, cut.heads)]
+        out, *others = heads_to_sequence(
+            [tensor.transpose(0, 1) for tensor, _ in pieces],
+            [piece_cut for _, piece_cut in pieces],
             self.group,
             by_sequence_batch_first=True,
             by_heads_batch_first=True,
             transport=self.transport,
         )
-        return out.transpose(0, 1)  # [b, s_r, h, d_v]
+        return out.transpose(0, 1), (others[0].transpose(0, 1) if others else None)
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        query_cut: Cut,
+        kv_cut: Cut,
+        joint: JointTokens | None,
+        options: dict[str, Any],
+    ) -> None:
+        check_options(self.local_attention, options)
+        more = 0 if joint is None else joint.query.size(1)
+        s, s_kv = query_cut.sequence.sequence_length, kv_cut.sequence.sequence_length
+        shape = (query.size(0), query.size(2), more + s, more + s_kv)
+        check_whole_sequence(shape, {name: options.get(name) for name in _MASKS})
+        check_per_head(query.size(2), {name: options.get(name) for name in _VECTORS})
+        check_documents(options, more + s, more + s_kv)
 
     def _layout(self, layout: SequenceLayout | None, tensor: torch.Tensor) -> SequenceLayout:
-        size = self.group.size()
-        return layout or equal_lengths(tensor.size(1), size)
+        return layout or equal_lengths(tensor.size(1), self.group.size())
 
 
 @lru_cache(maxsize=256)
@@ -192,10 +264,9 @@ def no_heads(
     return query.new_empty((*query.shape[:3], value.size(3))) + tie
 
 
-def _cut_heads(
-    tensor: torch.Tensor | None, dim: int, heads: range, num_heads: int
-) -> torch.Tensor | None:
-    """The rank's heads of a tensor that has them along `dim`; others are left whole."""
-    if tensor is None or tensor.dim() <= dim or tensor.size(dim) != num_heads:
+def _cut_heads(name: str, tensor: torch.Tensor, heads: range) -> torch.Tensor:
+    """The rank's heads of a tensor that has a number or matrix per head; others stay whole."""
+    dim = _BY_HEAD[name]
+    if tensor.dim() < -dim or (name in _MASKS and tensor.size(dim) == 1):
         return tensor
     return tensor.narrow(dim, heads.start, len(heads))

@@ -6,10 +6,24 @@ A local attention is any callable
         -> [b, s, h, d_v]
 
 that takes as keywords the options it can do: `scale`, `dropout_p`, `window` (left, right),
-`cu_seqlens`, `attention_mask`, `attention_bias`, `alibi_slopes`, `sinks`, `softcap`. An option
-is passed only if the caller gave it.
+`cu_seqlens`, `cu_seqlens_kv`, `attention_mask`, `attention_bias`, `alibi_slopes`, `sinks`,
+`softcap`. An option is passed only if the caller gave it; one that the callable does not take is
+refused before anything is sent.
 """
 
-from .sdpa import sdpa_attention
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["sdpa_attention"]
+if TYPE_CHECKING:
+    from .flex import flex_attention
+    from .sdpa import sdpa_attention
+
+# Name -> module that defines it; FlexAttention pulls in the compiler only for those who use it.
+_EXPORTS = {"flex_attention": "flex", "sdpa_attention": "sdpa"}
+__all__ = ["flex_attention", "sdpa_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
