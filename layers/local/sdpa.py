@@ -58,8 +58,8 @@ def sdpa_attention(
         scale=query.size(-1) ** -0.5 if scale is None else scale,
         dropout_p=dropout_p,
         window=window,
-        mask=attention_mask,
-        bias=attention_bias,
+        mask=None if attention_mask is None else torch.atleast_2d(attention_mask),
+        bias=None if attention_bias is None else torch.atleast_2d(attention_bias),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )

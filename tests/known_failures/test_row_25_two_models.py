@@ -27,7 +27,8 @@ def three_models() -> list[dict[str, torch.Tensor]]:
     results = []
     for heads, inputs, out in reversed([*zip(HEADS, leaves, outs, strict=True)]):
         grads = torch.autograd.grad(out, inputs, layout.shard(draw(1, 8, heads, 4), 1, rank))
-        results.append({"out": out.detach(), **dict(zip(("query", "key", "value"), grads))})
+        named = dict(zip(("query", "key", "value"), grads, strict=True))
+        results.append({"out": out.detach(), **named})
     return results[::-1]
 
 
