@@ -37,8 +37,9 @@ def check_options(local_attention: Callable[..., Any], names: Iterable[str]) -> 
 @lru_cache(maxsize=64)
 def options_taken(local_attention: Callable[..., Any]) -> frozenset[str] | None:
     """The keyword options of a local attention; None if it takes any."""
-    module = isinstance(local_attention, torch.nn.Module)
-    function = local_attention.forward if module else local_attention
+    function: Callable[..., Any] = local_attention
+    if isinstance(local_attention, torch.nn.Module):
+        function = local_attention.forward
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None

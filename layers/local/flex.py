@@ -86,7 +86,7 @@ _ASK_LSE: dict[str, Any] = (
 )
 
 
-def _attention(device: torch.device) -> Callable[..., Any]:
+def _attention(device: torch.device) -> Any:
     return flex.flex_attention if device.type == "cpu" else _compiled()
 
 

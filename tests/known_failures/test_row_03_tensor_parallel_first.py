@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import UlyssesAttention
 
 from tests.support.pool import run_ranks
 from tests.support.sharded import check_against_oracle, draw_qkv
 from tests.support.wire import count_wire
 from ulysses_mc import HeadDivisibilityError, HeadLayout, ParallelConfigError
+from ulysses_mc.layers import UlyssesAttention
 
 CASES = [(12, 2, 4, [2, 2, 1, 1]), (8, 4, 4, [1, 1, 0, 0])]
 

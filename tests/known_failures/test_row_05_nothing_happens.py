@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import UlyssesAttention
 
 from tests.support.pool import run_ranks
 from tests.support.sharded import draw_qkv
 from ulysses_mc import ParallelConfigError, SequenceLayout
+from ulysses_mc.layers import UlyssesAttention
 
 
 def test_no_group_is_refused() -> None:

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from ulysses_mc.layers import UlyssesAttention
-from ulysses_mc.layers.random import rank_distinct_rng
 
 from tests.support.pool import run_ranks
+from ulysses_mc.layers import UlyssesAttention
+from ulysses_mc.layers.random import rank_distinct_rng
 
 P, S, HEADS = 0.1, 64, 4
 

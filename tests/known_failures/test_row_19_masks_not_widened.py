@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import UlyssesAttention
 
 from tests.support.oracle import attention
 from tests.support.pool import run_ranks
 from tests.support.sharded import check_against_oracle, draw, draw_qkv
 from tests.support.wire import count_wire
 from ulysses_mc import ParallelConfigError, SequenceLayout
+from ulysses_mc.layers import UlyssesAttention
 
 S, HEADS = 8, 8  # equal on purpose: a mask's dim must not be taken for another
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import UlyssesAttention
 
 from tests.support.oracle import attention_gradients
 from tests.support.pool import run_ranks
 from tests.support.sharded import assert_close, draw, draw_qkv, whole
 from ulysses_mc import SequenceLayout
+from ulysses_mc.layers import UlyssesAttention
 
 HEADS = (12, 6, 12)
 

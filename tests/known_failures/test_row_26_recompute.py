@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
-from ulysses_mc.layers import UlyssesAttention
 
 from tests.support.pool import run_ranks
 from tests.support.sharded import draw, draw_qkv
 from ulysses_mc import SequenceLayout
+from ulysses_mc.layers import UlyssesAttention
 
 
 def gradients(use_reentrant: bool | None, heads: int, kv: int, dropout_p: float):

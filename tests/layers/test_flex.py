@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ulysses_mc.layers import UlyssesAttention
-from ulysses_mc.layers.local import flex, flex_attention
 
 from tests.support.oracle import attention, attention_gradients
 from tests.support.pool import run_ranks
 from tests.support.sharded import WHOLE, draw, draw_qkv, oracle_options
 from ulysses_mc import SequenceLayout
+from ulysses_mc.layers import UlyssesAttention
+from ulysses_mc.layers.local import flex, flex_attention
 
 # PyTorch warns that without a compiler, as on the CPU, all logits are in memory.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")

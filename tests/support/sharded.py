@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from ulysses_mc.layers import UlyssesAttention
 
 from tests.support.oracle import Gradients, attention_gradients
 from tests.support.pool import run_ranks
 from ulysses_mc import SequenceLayout
+from ulysses_mc.layers import UlyssesAttention
 
 BY_SEQUENCE = ("out", "query", "key", "value")
 # Inputs that every rank holds whole: the oracle's name for each option. Gradients add up.
