@@ -111,10 +111,37 @@ def gpt_chunks(setting: Setting, spec: Callable[[Any], Any] = local_spec) -> lis
             pre_process=parallel_state.is_pipeline_first_stage(**at),
             post_process=parallel_state.is_pipeline_last_stage(**at),
             share_embeddings_and_output_weights=setting.tied,
+            mtp_block_spec=mtp_block(config, spec, virtual),
             vp_stage=virtual,
         )
         chunks.append(model)
     return chunks
+
+
+def mtp_block(config: Any, spec: Callable[[Any], Any], vp_stage: int | None) -> Any:
+    """Multi-token prediction with the same kind of layer, where the config asks for it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    if not config.mtp_num_layers:
+        return None
+    return get_gpt_mtp_block_spec(
+        config, spec(config), use_transformer_engine=False, vp_stage=vp_stage
+    )
+
+
+def hybrid_chunks(setting: Setting, spec: Callable[[Any], Any], pattern: str) -> list[Any]:
+    """A HybridModel (0.19) or MambaModel (0.16), whole, with the layers of `pattern`."""
+    options = dict(
+        vocab_size=VOCABULARY, max_sequence_length=SEQUENCE, position_embedding_type="rope"
+    )
+    config = setting.transformer_config()
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        return [MambaModel(config, spec(config), hybrid_override_pattern=pattern, **options)]
+    return [HybridModel(config, spec(config), hybrid_layer_pattern=pattern, **options)]
 
 
 class Trainer:

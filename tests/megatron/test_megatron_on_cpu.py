@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from tests.megatron.small_gpt import Setting, Trainer, gpt_chunks
+from tests.megatron.small_gpt import Setting, Trainer, gpt_chunks, local_spec
 from tests.support.pool import run_ranks
 from ulysses_mc import megatron_on_cpu
 
@@ -218,13 +218,13 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     return {"model": trainer.model[0].module.sharded_state_dict()}
 
 
-def save(setting: Setting, directory: str) -> tuple[float, float]:
+def save(setting: Setting, directory: str, spec: Any = local_spec) -> tuple[float, float]:
     """Trains a step, saves, and says how the next step goes."""
     from megatron.core import dist_checkpointing
 
     with megatron_on_cpu():
         setting.initialize()
-        trainer = Trainer(setting, gpt_chunks(setting))
+        trainer = Trainer(setting, gpt_chunks(setting, spec))
         trainer.step(0)
         state = state_of(trainer)
         state["optimizer"] = trainer.optimizer.sharded_state_dict(state["model"], metadata=SHARDING)
@@ -232,12 +232,12 @@ def save(setting: Setting, directory: str) -> tuple[float, float]:
         return trainer.step(1)
 
 
-def load(setting: Setting, directory: str) -> tuple[float, float]:
+def load(setting: Setting, directory: str, spec: Any = local_spec) -> tuple[float, float]:
     from megatron.core import dist_checkpointing
 
     with megatron_on_cpu():
         setting.initialize()
-        trainer = Trainer(setting, gpt_chunks(setting))
+        trainer = Trainer(setting, gpt_chunks(setting, spec))
         state = state_of(trainer)
         state["optimizer"] = trainer.optimizer.sharded_state_dict(
             state["model"], is_loading=True, metadata=SHARDING

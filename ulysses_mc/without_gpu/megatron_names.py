@@ -28,6 +28,11 @@ def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
     # Sizes of messages become numbers on the way from the GPU; these never were there.
     dispatcher = import_module("megatron.core.transformer.moe.token_dispatcher")
     yield dispatcher, "maybe_move_tensor_to_cpu", _maybe_move_tensor_to_cpu
+    # Without TransformerEngine 0.16.1 takes it for installed here, and asks whether a layer is an
+    # instance of a stand-in that is no class.
+    latent = import_module("megatron.core.transformer.multi_latent_attention")
+    if not isinstance(latent.TELinear, type) and latent.HAVE_TE:
+        yield latent, "HAVE_TE", False
     # With torch's Adam (not TransformerEngine's or apex's) it cannot load a checkpoint: it asks a
     # new optimizer for its step, and later for a step per parameter, which it never saves.
     optimizer = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
@@ -117,6 +122,7 @@ def _unfused_norms() -> Iterator[tuple[Any, str, Any]]:
     block = import_module("megatron.core.transformer.transformer_block")
     if block.LayerNormImpl is not torch_norm:  # TransformerEngine or apex is installed
         yield block, "LayerNormImpl", torch_norm
-    with contextlib.suppress(ModuleNotFoundError):  # megatron-core 0.19
-        hybrid: ModuleType = import_module("megatron.core.models.hybrid.hybrid_block")
-        yield hybrid, "TENorm", torch_norm  # there without any choice
+    for name in ("models.hybrid.hybrid_block", "ssm.mamba_block"):  # in 0.19, in 0.16
+        with contextlib.suppress(ModuleNotFoundError):
+            hybrid: ModuleType = import_module(f"megatron.core.{name}")
+            yield hybrid, "TENorm", torch_norm  # there without any choice
