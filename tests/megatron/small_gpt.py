@@ -25,6 +25,8 @@ class Setting:
     bf16: bool = False
     batch: int = 4  # sequences of the global batch
     clip_grad: float = 1.0
+    lr: float = 1e-2
+    adam_eps: float = 1e-8
     config: dict[str, Any] = field(default_factory=dict)  # TransformerConfig, where it differs
     positions: str = "rope"
     tied: bool = False
@@ -165,10 +167,8 @@ class Trainer:
         self.model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
         optimizer_config = OptimizerConfig(
             optimizer="adam",
-            lr=1e-3,
-            # Adam divides by the size of a gradient: without this, elements that are nothing but
-            # rounding would move the weights as far as the others do.
-            adam_eps=1e-4,
+            lr=setting.lr,
+            adam_eps=setting.adam_eps,
             clip_grad=setting.clip_grad,
             bf16=setting.bf16,
             use_distributed_optimizer=setting.distributed_optimizer,

@@ -51,6 +51,7 @@ def assert_states_equal_over_ulysses() -> None:
 
 def hidden_masks(sequence_parallel: bool) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
     from ulysses_mc.layers.dropout import ShardDropout, bias_dropout_add
 
     with megatron_on_cpu():

@@ -153,7 +153,7 @@ PATTERN = "*-*E"  # attention, MLP, attention, MoE
 
 
 def test_hybrid_stack() -> None:
-    config = dict(num_moe_experts=2, moe_router_topk=1)
+    config = dict(num_moe_experts=4, moe_router_topk=2)
     right = run_ranks(1, train_hybrid, Setting(config=config), 3, timeout=120)[0]
     found = run_ranks(2, train_hybrid, Setting(cp=2, config=config), 3, timeout=120)
     for rank in found:
