@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,20 @@ def test_the_make_targets_exist() -> None:
             ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30
         )
         assert done.returncode == 0, (target, done.stderr)
+
+
+def test_the_plan_commands_run() -> None:
+    match = re.search(r"<!-- test: plan -->\n```bash\n(.*?)```", README, re.DOTALL)
+    assert match
+    for line in match[1].strip().splitlines():
+        command, *arguments = line.split()
+        assert command == "ulysses-mc"
+        run = subprocess.run(
+            [sys.executable, "-m", "ulysses_mc", *arguments],
+            cwd=ROOT, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert run.stdout.strip()
 
 
 def test_links_and_files_exist() -> None:
