@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..planning.link_fit import OPERATIONS, Fit, fit
 from ..planning.problems import Problem, one_of
+from .words import whole, writable
 
 if TYPE_CHECKING:
     from .measure import Result
 
 HELP = "measure all-to-all, all-gather, all-reduce and p2p, and fit alpha and beta"
+MAX_RANKS = 128  # processes of one machine
 SIZES = tuple(2**power for power in range(12, 25, 2))  # 4 KiB to 16 MiB
 
 
@@ -34,13 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, problems: list[Problem]) -> int:
     problems = list(problems)
-    repeats = _whole(options.repeats, "--repeats", 1, problems)
-    largest = _whole(options.largest, "--largest", SIZES[1], problems)
-    ranks = _whole(options.ranks, "--ranks", 2, problems) if options.ranks else 0
+    repeats = whole(options.repeats, "--repeats", 1, problems)
+    largest = whole(options.largest, "--largest", SIZES[1], problems)
+    ranks = 0 if options.ranks is None else whole(options.ranks, "--ranks", 2, problems)
+    if ranks > MAX_RANKS:
+        text = f"--ranks {ranks} on one machine"
+        problems.append(Problem(text, f"at most {MAX_RANKS}", f"--ranks {MAX_RANKS}"))
     if options.backend is not None:
         problems += one_of("--backend", options.backend, ("gloo", "nccl"))
-    if options.output and not Path(options.output).resolve().parent.is_dir():
-        problems.append(Problem(f"--output {options.output}", "a file in a folder that exists"))
+    problems += writable(options.output, "--output")
     from .main import refuse
 
     gpus = _gpus(problems)
@@ -95,14 +99,6 @@ def profile(result: Result, fits: dict[str, Fit]) -> dict[str, Any]:
             for nbytes, seconds in points
         ],
     }
-
-
-def _whole(word: str, name: str, minimum: int, problems: list[Problem]) -> int:
-    if word.isdigit() and int(word) >= minimum:
-        return int(word)
-    rule = f"a whole number from {minimum} up"
-    problems.append(Problem(f"{name} is {word!r}", rule, f"{name} {minimum}"))
-    return minimum
 
 
 def _gpus(problems: list[Problem]) -> int:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from ..planning.example_read import read_yaml
 from ..planning.explain import all_problems, as_dict, as_text, explain
 from ..planning.hardware import read_gpu
+from ..planning.job import MOST
 from ..planning.megatron_read import read_megatron
-from ..planning.problems import Problem, RequestError
+from ..planning.problems import Problem, RequestError, read_text
 from ..planning.run import Run
+from ..planning.shell_script import flags_of_script
+from .words import count, whole
 
 HELP = "explain a config or a Megatron command line before it is launched"
 
@@ -36,10 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, problems: list[Problem]) -> int:
     problems = list(problems)
-    rank = _whole(options.rank, "--rank", 0, problems)
-    ranks = _whole(options.ranks, "--ranks", 1, problems) if options.ranks else 0
+    rank = whole(options.rank, "--rank", 0, problems)
+    # A wrong number says nothing: what follows is checked with the config's own.
+    ranks = count(options.ranks, "--ranks", problems) or 0
+    if ranks > MOST["gpus"]:
+        most = MOST["gpus"]
+        problems.append(Problem(f"--ranks {ranks}", f"at most {most}", f"--ranks {most}"))
+        ranks = 0
     gpu = None
-    if options.gpu:
+    if options.gpu is not None:
         try:
             gpu = read_gpu(options.gpu)
         except RequestError as error:
@@ -59,7 +66,10 @@ def run(options: argparse.Namespace, problems: list[Problem]) -> int:
 
 
 def _read(options: argparse.Namespace) -> Run:
-    if options.megatron_args:
+    if options.megatron_args is not None:
+        if options.config:
+            text = f"CONFIG {options.config!r} and --megatron-args"
+            raise RequestError([Problem(text, "a run is told once", "one of the two")])
         return read_megatron(options.megatron_args, "--megatron-args")
     if not options.config:
         text = "nothing to explain"
@@ -67,25 +77,8 @@ def _read(options: argparse.Namespace) -> Run:
     path = Path(options.config)
     if path.suffix in (".yaml", ".yml"):
         return read_yaml(path)
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError([Problem(f"{path}: {error}", "a readable file")]) from None
+    text = read_text(path, "YAML of the example (.yaml), or a script with Megatron's flags")
     if "--num-layers" not in text:
         rule = "YAML of the example (.yaml), or a script with Megatron's flags"
         raise RequestError([Problem(f"{path} holds no --num-layers", rule)])
-    return read_megatron(_command(text), path.name)
-
-
-def _command(script: str) -> str:
-    """The flags of a shell script: comments and line ends gone, arrays and quotes opened."""
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip("\\ ") for line in script.splitlines()]
-    return re.sub(r"[()\"']", " ", " ".join(lines))
-
-
-def _whole(word: str, name: str, minimum: int, problems: list[Problem]) -> int:
-    if word.isdigit() and int(word) >= minimum:
-        return int(word)
-    rule = f"a whole number from {minimum} up"
-    problems.append(Problem(f"{name} is {word!r}", rule, f"{name} {minimum}"))
-    return minimum
+    return read_megatron(flags_of_script(text), path.name)

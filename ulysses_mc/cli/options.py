@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
+import os
 import sys
 from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from ..planning.hardware import GPU, GPUS, gpu_names, read_gpu
@@ -17,10 +16,10 @@ from ..planning.job import ATTENTION, PRECISIONS, RECOMPUTE, Job
 from ..planning.megatron_read import read_megatron
 from ..planning.model import ModelShape
 from ..planning.presets import PRESETS, preset
-from ..planning.problems import Problem, RequestError, either, near, one_of
+from ..planning.problems import Problem, RequestError, either, near
 from ..planning.search import Limits
+from .words import choice, count
 
-_UNITS = {"": 1, "k": 1024, "m": 1024**2}
 _LIMITS = ("tp", "ulysses", "ring", "pp", "vpp", "ep", "micro_batch")
 
 
@@ -72,25 +71,32 @@ def read_job(options: argparse.Namespace, problems: list[Problem]) -> tuple[Job,
         RequestError: everything that is wrong, `problems` (found before) included.
     """
     problems = list(problems)
+    before = len(problems)
     model, seq_length, batch = _model(options, problems)
+    run_problems = problems[before:]
     gpu = _gpu(options, problems)
+    tokens = "8192, 128K or 1M"
     numbers = {
-        "seq_length": _count(options.seq_length, "--seq-length", problems) or seq_length,
-        "num_gpus": _count(options.gpus, "--gpus", problems) or gpu.gpus_per_node,
-        "global_batch_size": _count(options.global_batch_size, "--global-batch-size", problems)
+        "seq_length": count(options.seq_length, "--seq-length", problems, like=tokens)
+        or seq_length,
+        "num_gpus": count(options.gpus, "--gpus", problems) or gpu.gpus_per_node,
+        "global_batch_size": count(options.global_batch_size, "--global-batch-size", problems)
         or batch,
     }
-    if numbers["seq_length"] is None and not options.seq_length:
+    if numbers["seq_length"] is None and options.seq_length is None:
         problems.append(
             Problem("--seq-length is missing", "tokens of a sample", "--seq-length 8192")
         )
-    if model and options.positions and model.learned_positions:
-        size = _count(options.positions, "--positions", problems)
-        model = replace(model, learned_positions=size or model.learned_positions)
+    size = count(options.positions, "--positions", problems, like=tokens)
+    if model and size:
+        if not model.learned_positions:
+            text = f"--positions {size} with {model.name}, which has rotary positions"
+            problems.append(Problem(text, "the size of a table of learned positions"))
+        model = replace(model, learned_positions=size if model.learned_positions else 0)
     choices = {
         "precision": options.precision,
-        "zero_stage": _choice(options.zero, "--zero", (0, 1, 2, 3), problems),
-        "gradient_bytes": _choice(options.gradient_bytes, "--gradient-bytes", (0, 2, 4), problems),
+        "zero_stage": choice(options.zero, "--zero", (0, 1, 2, 3), problems),
+        "gradient_bytes": choice(options.gradient_bytes, "--gradient-bytes", (0, 2, 4), problems),
         "recompute": tuple(word.strip() for word in options.recompute.split(",")),
         "attention": options.attention,
     }
@@ -108,10 +114,12 @@ def read_job(options: argparse.Namespace, problems: list[Problem]) -> tuple[Job,
         **{name: getattr(options, name) for name in switches},
         **choices,
     }
-    limits = Limits(**{n: _count(getattr(options, n), f"--{n.replace('_', '-')}", problems)
+    limits = Limits(**{n: count(getattr(options, n), f"--{n.replace('_', '-')}", problems)
                        for n in _LIMITS})  # fmt: skip
     problems += _limit_problems(limits, fields["num_gpus"], options.fewest_gpus)
-    return _build(fields, problems), limits
+    problems += _unused_limits(limits, model)
+    # Nothing is concluded from a model that is only half known.
+    return _build(fields, problems, known=model is not None and not run_problems), limits
 
 
 def _limit_problems(limits: Limits, gpus: int, any_number: bool) -> list[Problem]:
@@ -125,9 +133,23 @@ def _limit_problems(limits: Limits, gpus: int, any_number: bool) -> list[Problem
         if size > 1:
             found = near(size, gpus, partial(_divides, gpus, product // size))
             options += [f"--{name} {either(found)}"] if found else []
-    text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return [Problem(f"{text} = {product} does not divide {gpus} GPUs", "their product does",
+    given = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    text = " x ".join(given) + (f" = {product}" if len(given) > 1 else "")
+    rule = "their product does" if len(given) > 1 else "it divides the GPUs"
+    return [Problem(f"{text} does not divide {gpus} GPUs", rule,
                     "; ".join(options))]  # fmt: skip
+
+
+def _unused_limits(limits: Limits, model: ModelShape | None) -> list[Problem]:
+    """Sizes that nothing would be divided by."""
+    problems = []
+    if model and not model.moe and (limits.ep or 1) > 1:
+        text, rule = f"--ep {limits.ep} with {model.name}", "ep divides experts, and it has none"
+        problems.append(Problem(text, rule, "the same without --ep"))
+    if limits.pp == 1 and (limits.vpp or 1) > 1:
+        text, rule = f"--vpp {limits.vpp} with --pp 1", "chunks are of several pipeline stages"
+        problems.append(Problem(text, rule, "--vpp 1; --pp 2"))
+    return problems
 
 
 def _fits(product: int, gpus: int) -> bool:
@@ -138,7 +160,9 @@ def _divides(gpus: int, others: int, size: int) -> bool:
     return gpus % (others * size) == 0
 
 
-def _build(fields: dict[str, Any], problems: list[Problem]) -> Job:
+def _build(fields: dict[str, Any], problems: list[Problem], *, known: bool) -> Job:
+    if not known:
+        fields = {**fields, "model": PRESETS["llama-3.1-8b"]}
     try:
         job = Job(**fields)
     except RequestError as error:
@@ -152,7 +176,10 @@ def _model(
     options: argparse.Namespace, problems: list[Problem]
 ) -> tuple[ModelShape | None, int | None, int | None]:
     """The model, and the sequence length and batch where Megatron's flags say them."""
-    if options.megatron_args:
+    if options.megatron_args is not None:
+        if options.model:
+            text = f"MODEL {options.model!r} and --megatron-args"
+            problems.append(Problem(text, "the model is told once", "one of the two"))
         run = read_megatron(options.megatron_args, "--megatron-args")
         missing = "seq-length is missing"
         problems += [p for p in run.problems if not (missing in p.found and options.seq_length)]
@@ -164,7 +191,7 @@ def _model(
         )
         return None, None, None
     try:
-        if Path(options.model).exists():
+        if os.path.exists(options.model):  # unlike Path's, False for what is no name at all
             model = read_hugging_face(options.model)
             _tell_unread(options.model, unread_keys(options.model))
             return model, None, None
@@ -180,32 +207,9 @@ def _tell_unread(source: str, names: list[str]) -> None:
 
 
 def _gpu(options: argparse.Namespace, problems: list[Problem]) -> GPU:
-    node = _count(options.gpus_per_node, "--gpus-per-node", problems)
+    node = count(options.gpus_per_node, "--gpus-per-node", problems)
     try:
         return read_gpu(options.gpu, node, options.profile)
     except RequestError as error:
         problems += error.problems
         return GPUS["h100"]
-
-
-def _count(word: str | None, name: str, problems: list[Problem]) -> int | None:
-    """'8192', '128K', '1.5M', '1_000' as a number; None if there is no word or a wrong one."""
-    if word is None:
-        return None
-    match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([kKmM]?)", word.strip())
-    value = float(match[1].replace("_", "").replace(",", "")) * _UNITS[match[2].lower()] if match \
-        else 0.0  # fmt: skip
-    if value < 1 or not value.is_integer():
-        problems.append(
-            Problem(f"{name} is {word!r}", "a whole number from 1 up, such as 8192, 128K or 1M",
-                    f"{name} {max(round(value), 1)}" if match else "")
-        )  # fmt: skip
-        return None
-    return int(value)
-
-
-def _choice(word: str, name: str, allowed: tuple[int, ...], problems: list[Problem]) -> int:
-    if word.isdigit() and int(word) in allowed:
-        return int(word)
-    problems += one_of(name, word, allowed)
-    return allowed[0]

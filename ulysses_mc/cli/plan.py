@@ -29,6 +29,7 @@ from ..planning.presets import PRESETS
 from ..planning.problems import Problem, RequestError
 from ..planning.search import Limits, Plan, search
 from .options import add_job_arguments, read_job
+from .words import whole, writable
 
 HELP = "find the best settings for a model on some GPUs"
 
@@ -54,8 +55,10 @@ def run(options: argparse.Namespace, problems: list[Problem]) -> int:
         for name, model in PRESETS.items():
             print(f"{name:18} {model.total_parameters / 1e9:9.3f}B")
         return 0
-    top = _positive(options.top, "--top", problems)
-    pick = _positive(options.pick, "--pick", problems)
+    problems = list(problems)
+    top = whole(options.top, "--top", 1, problems)
+    pick = whole(options.pick, "--pick", 1, problems)
+    problems += [*_contradictions(options), *writable(options.html, "--html")]
     if options.longest_sequence and not options.seq_length:
         options.seq_length = "8K"
     job, limits = read_job(options, problems)
@@ -93,11 +96,20 @@ def run(options: argparse.Namespace, problems: list[Problem]) -> int:
     return 0
 
 
-def _positive(word: str, name: str, problems: list[Problem]) -> int:
-    if word.isdigit() and int(word) > 0:
-        return int(word)
-    problems.append(Problem(f"{name} is {word!r}", "a whole number from 1 up", f"{name} 1"))
-    return 1
+def _contradictions(options: argparse.Namespace) -> list[Problem]:
+    """Options that ask for one thing in two ways."""
+    pairs = [
+        (("json", "megatron", "yaml"), "one format is printed"),
+        (("longest_sequence", "fewest_gpus"), "one is found with the other given"),
+        (("longest_sequence", "seq_length"), "the sequence is given or found"),
+        (("fewest_gpus", "gpus"), "the GPUs are given or found"),
+    ]
+    problems = []
+    for names, rule in pairs:
+        both = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+        if len(both) > 1:
+            problems.append(Problem(" with ".join(both), rule, " or ".join(both)))
+    return problems
 
 
 def _resized(job: Job, limits: Limits, options: argparse.Namespace) -> Job:

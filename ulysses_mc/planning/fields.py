@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 from .problems import Problem
@@ -39,14 +40,20 @@ class Fields:
             return default if default is not None else minimum
         return value
 
-    def number(self, *names: str, default: float) -> float:
+    def number(self, *names: str, default: float, above: float | None = None) -> float:
+        """The first of `names` that is given, a finite number, greater than `above`."""
         name = self._given(names)
         if name is None:
             return default
         value = self.values[name]
         value = _number(value) if isinstance(value, str) else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._wrong(name, "a number")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not isfinite(value)
+            or (above is not None and value <= above)
+        ):
+            self._wrong(name, "a number" if above is None else f"a number above {above:g}")
             return default
         return float(value)
 
@@ -77,7 +84,7 @@ class Fields:
         names = list(known)
         strangers = [key for key in self.values if key not in names]
         for key in strangers:
-            near = get_close_matches(key, [n for n in names if n not in self.values], 1, 0.85)
+            near = get_close_matches(str(key), [n for n in names if n not in self.values], 1, 0.85)
             if near:
                 self.problems.append(
                     Problem(f"{self.source}: unknown key {key!r}", "a known key", near[0])
@@ -88,7 +95,8 @@ class Fields:
         return next((name for name in names if self.values.get(name) is not None), None)
 
     def _missing(self, name: str) -> None:
-        near = get_close_matches(name, self.values, n=1, cutoff=0.7)
+        others = [str(key) for key, value in self.values.items() if value is not None]
+        near = get_close_matches(name, others, n=1, cutoff=0.7)
         hint = f"{near[0]!r} is there; {name!r} is meant?" if near else ""
         self.problems.append(Problem(f"{self.source}: {name} is missing", "it is needed", hint))
 

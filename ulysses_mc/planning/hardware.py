@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from math import inf
 from typing import Any
 
-from .problems import Problem, check, one_of, positive, unknown_keys, whole_number
+from .problems import Problem, check, one_of, positive, read_text, unknown_keys, whole_number
 
 GB = 1e9
 GIB = float(2**30)
@@ -129,6 +129,9 @@ def read_gpu(text: str, gpus_per_node: int | None = None, profile: str | None = 
     name, *pairs = (part.strip() for part in text.lower().split(","))
     name = _ALIASES.get(name, name)
     problems = one_of("gpu", name, gpu_names())
+    if problems and not problems[0].nearest:
+        other = "for another GPU, its numbers after a name: h100,memory_gib=24,peak_tflops=165"
+        problems = [replace(problems[0], nearest=other)]
     values: dict[str, float] = {}
     for pair in pairs:
         key, _, raw = pair.partition("=")
@@ -180,20 +183,19 @@ def read_profile(path: str) -> Measured:
         RequestError: no such file, or not one that bench wrote.
     """
     rule = "a profile is a file that `ulysses-mc bench --output FILE` wrote"
+    text = read_text(path, rule)
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(text)
         fits = {
             name: (float(fit["alpha_seconds"]), float(fit["bytes_per_second"]))
             for name, fit in data["fits"].items()
         }
         measured = Measured(data["backend"], int(data["ranks"]), int(data["nodes"]), fits)
-    except FileNotFoundError:
-        check([Problem(f"profile {path}: no such file", rule)])
-        raise AssertionError from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         check([Problem(f"profile {path}: {type(error).__name__}: {error}", rule)])
         raise AssertionError from error
-    bad = [name for name, (alpha, beta) in fits.items() if alpha < 0 or not beta > 0]
+    bad = [name for name, (alpha, beta) in fits.items()
+           if not 0 <= alpha < inf or not 0 < beta < inf]  # fmt: skip
     check(Problem(f"profile {path}: {name} has no positive speed", rule) for name in bad)
     return measured
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .fields import Fields
 from .model import MLAShape, ModelShape, MoEShape
-from .problems import Problem, RequestError, check, divides
+from .problems import Problem, RequestError, check, divides, read_text
 
 _HEADS = ("num_attention_heads", "n_head")
 _KEYS = {
@@ -48,17 +48,17 @@ def read_hugging_face(path: str | Path) -> ModelShape:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
+    rule = "a Hugging Face config.json: a JSON object"
+    text = read_text(file, rule)
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            [Problem(f"{file}: {error}", "a Hugging Face config.json: a JSON object")]
-        ) from None
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError([Problem(f"{file}: {error}", rule)]) from None
     if not isinstance(config, dict):
         raise RequestError([Problem(f"{file} holds a {type(config).__name__}", "a JSON object")])
-    text = config.get("text_config")
-    merged = {**config, **text} if isinstance(text, dict) else config
-    name = str(config.get("_name_or_path") or config.get("model_type") or file.parent.name)
+    inner = config.get("text_config")
+    merged = {**config, **inner} if isinstance(inner, dict) else config
+    name = str(config.get("_name_or_path") or config.get("model_type") or file.stem)
     return model_from_config(merged, name=name, source=file.name)
 
 
@@ -100,7 +100,7 @@ def model_from_config(config: dict[str, Any], *, name: str, source: str) -> Mode
         hidden_dropout=fields.number("hidden_dropout", "resid_pdrop", default=0.0) > 0,
         learned_positions=positions if kind in ("gpt2", "opt") else 0,
         max_positions=positions,
-        rotary_base=fields.number("rope_theta", default=10000.0),
+        rotary_base=fields.number("rope_theta", default=10000.0, above=0.0),
         moe=moe,
         mla=mla,
     )
@@ -112,7 +112,8 @@ def model_from_config(config: dict[str, Any], *, name: str, source: str) -> Mode
 def unread_keys(path: str | Path) -> list[str]:
     """Keys of a config that are neither read nor known to change nothing."""
     path = Path(path)
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    file = path / "config.json" if path.is_dir() else path
+    config = json.loads(file.read_text(encoding="utf-8"))
     return sorted(key for key in config if key not in _KEYS | _NO_MATTER)
 
 

@@ -15,6 +15,8 @@ RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("bf16", "fp8", "fp32")
 ATTENTION = ("flash", "unfused")
 KERNELS = ("fused", "plain")
+# Past these nobody runs anything, and a search would not end.
+MOST = {"gpus": 1 << 17, "seq_length": 1 << 33, "global_batch_size": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +68,10 @@ class Job:
     uneven_heads: bool = True
 
     def __post_init__(self) -> None:
-        problems = whole_number("gpus", self.num_gpus)
-        problems += whole_number("seq_length", self.seq_length)
-        problems += whole_number("global_batch_size", self.global_batch_size)
+        counts = {"gpus": self.num_gpus, "seq_length": self.seq_length,
+                  "global_batch_size": self.global_batch_size}  # fmt: skip
+        problems = [p for name, value in counts.items()
+                    for p in whole_number(name, value, maximum=MOST[name])]  # fmt: skip
         problems += one_of("precision", self.precision, PRECISIONS)
         problems += one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
         problems += one_of("gradient_bytes", self.gradient_bytes, (0, 2, 4))

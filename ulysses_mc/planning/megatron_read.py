@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from .megatron_names import OTHER, READ, SWITCHES
 from .model import MLAShape, ModelShape, MoEShape
 from .problems import Problem
 from .run import Run
+from .shell_script import join_lines
 
 _LAUNCHER = ("nproc_per_node", "nproc-per-node", "nnodes")
 _SPLIT = ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
@@ -29,14 +31,26 @@ def read_megatron(command: str | Sequence[str], source: str = "command line") ->
         The run. What is wrong with it is in its `problems`, not raised, so that all of it can
         be told at once.
     """
-    words = shlex.split(command, comments=True) if isinstance(command, str) else list(command)
-    values, problems, unread = _parse([word for word in words if word != "\n"], source)
+    words, unreadable = _words(command, source)
+    values, problems, unread = _parse(words, source)
+    problems = [*unreadable, *problems]
     fields = Fields(values, source)
     fields.problems += problems
     model = _model(fields)
     derived = "kv-channels" not in values and model.mla is None
     fields.problems += model_problems(model, source, fields.problems, derived=derived)
     return _run(fields, model, source, tuple(unread))
+
+
+def _words(command: str | Sequence[str], source: str) -> tuple[list[str], list[Problem]]:
+    if not isinstance(command, str):
+        return list(command), []
+    text = join_lines(command)
+    try:
+        return shlex.split(text, comments=True), []
+    except ValueError as error:  # a quote that is not closed
+        problem = Problem(f"{source}: {str(error).lower()}", "words as a shell reads them")
+        return text.replace('"', " ").replace("'", " ").split(), [problem]
 
 
 def _parse(words: list[str], source: str) -> tuple[dict[str, Any], list[Problem], list[str]]:
@@ -66,14 +80,18 @@ def _parse(words: list[str], source: str) -> tuple[dict[str, Any], list[Problem]
 
 
 def _flags(words: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """(flag, values) in order; `--a=b` too. Words before the first flag are left out."""
+    """(flag, values) in order; `--a=b` too. Words before the first flag or after -- are dropped."""
     found: list[tuple[str, list[str]]] = []
+    last: list[str] = []
     for word in words:
-        if word.startswith("--") and len(word) > 2:
+        if word == "--":
+            last = []
+        elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            found.append((name, [value] if equals else []))
-        elif found and not word.endswith(".py"):
-            found[-1][1].append(word)
+            last = [value] if equals else []
+            found.append((name, last))
+        elif not word.endswith(".py"):
+            last.append(word)
     return found
 
 
@@ -231,7 +249,7 @@ def _context(fields: Fields) -> tuple[int, int]:
     if kinds[0] != "a2a+p2p":
         return (size, 1) if kinds[0] == "a2a" or ours else (1, size)
     sizes = fields.values.get("hierarchical-context-parallel-sizes") or []
-    if len(sizes) != 2 or not all(s.isdigit() for s in sizes):
+    if len(sizes) != 2 or not all(re.fullmatch("[1-9][0-9]{0,8}", s) for s in sizes):
         fields.problems.append(
             Problem(
                 f"{fields.source}: --cp-comm-type a2a+p2p with "

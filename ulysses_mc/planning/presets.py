@@ -117,14 +117,16 @@ def preset(name: str) -> ModelShape:
     for suffix in ("", "-instruct", "-hf", "-base", "-v0.1"):
         if wanted.removesuffix(suffix) in PRESETS:
             return PRESETS[wanted.removesuffix(suffix)]
-    near = get_close_matches(wanted, PRESETS, n=3, cutoff=0.4) or list(PRESETS)
+    near = get_close_matches(wanted, PRESETS, n=3, cutoff=0.5)
+    if name.endswith(".json"):
+        raise RequestError([Problem(f"{name}: no such file", "a Hugging Face config.json")])
     raise RequestError(
         [
             Problem(
                 f"model {name!r} is no known name, and no file of that name exists",
                 "a model is a known name, the path of a Hugging Face config.json, or Megatron "
                 "flags (--megatron-args)",
-                " or ".join(near),
+                " or ".join(near) or "a name that ulysses-mc plan --models lists",
             )
         ]
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from ..parallel_state.errors import ParallelConfigError
@@ -41,17 +43,43 @@ def check(problems: Iterable[Problem]) -> None:
         raise RequestError(found)
 
 
-def whole_number(name: str, value: Any, *, minimum: int = 1) -> list[Problem]:
-    """Whether `value` is an int of at least `minimum`."""
+def read_text(path: str | Path, rule: str) -> str:
+    """The text of a file.
+
+    Args:
+        rule: what the file has to be, for the message.
+
+    Raises:
+        RequestError: it is not there, is a folder, cannot be read, or is no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+    except UnicodeDecodeError:
+        why = "is no text (UTF-8)"
+    except ValueError:  # a NUL in the name
+        why = "is no name of a file"
+    raise RequestError([Problem(f"{path}: {why}", rule)])
+
+
+def whole_number(
+    name: str, value: Any, *, minimum: int = 1, maximum: int | None = None
+) -> list[Problem]:
+    """Whether `value` is an int of at least `minimum`, and at most `maximum`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-        return []
+        if maximum is None or value <= maximum:
+            return []
+        rule = f"a whole number from {minimum} to {maximum:,}"
+        return [Problem(f"{name} is {value!r}", rule, f"{name} {maximum}")]
     rule = f"a whole number from {minimum} up"
     return [Problem(f"{name} is {value!r}", rule, f"{name} {_near_whole(value, minimum)}")]
 
 
 def positive(name: str, value: Any) -> list[Problem]:
-    """Whether `value` is a number above 0."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    """Whether `value` is a number above 0, not infinite."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and value > 0 and isfinite(value):
         return []
     return [Problem(f"{name} is {value!r}", "a number above 0")]
 

@@ -26,6 +26,11 @@ def console(**options: Any) -> Console:
     """
     try:
         from rich.console import Console
+
+        class PipeConsole(Console):
+            def on_broken_pipe(self) -> None:  # rich's own ends the process with 1
+                raise BrokenPipeError
+
     except ImportError:
         raise RequestError(
             [
@@ -36,9 +41,9 @@ def console(**options: Any) -> Console:
                 )
             ]
         ) from None
-    out = Console(**options)
+    out = PipeConsole(**options)
     # A file or a pipe has no width of its own: whole words matter more than 80 columns.
-    return out if out.is_terminal else Console(**{"width": 160, **options})
+    return out if out.is_terminal else PipeConsole(**{"width": 160, **options})
 
 
 def print_plan(plan: Plan, out: Console, *, top: int, show_dropped: bool) -> None:
