@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from .dropout import wire_dropout
     from .huggingface import use_ulysses
     from .norm import Norm
+    from .packed import packed_seq_params
+    from .rope import wire_rope
     from .spec_rewriting import with_norm, with_ulysses
     from .wiring import check_wired
 
@@ -18,8 +20,10 @@ _EXPORTS = {
     "UlyssesAttention": "attention",
     "UlyssesCoreAttention": "core_attention",
     "check_wired": "wiring",
+    "packed_seq_params": "packed",
     "use_ulysses": "huggingface",
     "wire_dropout": "dropout",
+    "wire_rope": "rope",
     "with_norm": "spec_rewriting",
     "with_ulysses": "spec_rewriting",
 }
@@ -28,8 +32,10 @@ __all__ = [
     "UlyssesAttention",
     "UlyssesCoreAttention",
     "check_wired",
+    "packed_seq_params",
     "use_ulysses",
     "wire_dropout",
+    "wire_rope",
     "with_norm",
     "with_ulysses",
 ]

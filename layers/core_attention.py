@@ -19,8 +19,16 @@ from ..parallel_state.errors import ParallelConfigError
 from ..sequence_layout import SequenceLayout
 from .attention import expand_heads, head_layout, no_heads
 from .dropout import attention_dropout_rng
-from .inner_core import build_inner_core, ignores_mask, local_attention_options, resolve_core
-from .megatron_masks import packed_boundaries, whole_bias, whole_mask
+from .inner_core import (
+    build_inner_core,
+    check_config,
+    check_takes_documents,
+    ignores_mask,
+    local_attention_options,
+    resolve_core,
+)
+from .megatron_masks import whole_bias, whole_mask
+from .packed import PackedDocuments, check_shard, documents_of, inside_exchange
 from .sinks import SoftmaxOffset
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
@@ -72,7 +80,8 @@ class UlyssesCoreAttention(MegatronModule):
         self.group = _context_group(pg_collection)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.uneven_heads = uneven_heads
-        _check_config(config, self.group)
+        self.any_layout = False  # until `wire_rope`
+        check_config(config, self.group)
         heads = config.num_attention_heads
         kv_heads = heads if config.multi_latent_attention else config.num_query_groups
         tensor_size = config.tensor_model_parallel_size
@@ -122,19 +131,27 @@ class UlyssesCoreAttention(MegatronModule):
                 rank's own tokens (as Megatron cuts them) are gathered: one more collective.
             attn_mask_type: the one given when built if None.
             attention_bias: [b or 1, h or 1, s, s], added to the logits.
-            packed_seq_params: Megatron's, with the boundaries in the whole batch.
+            packed_seq_params: what `packed_seq_params` makes, or Megatron's own with the
+                boundaries in the whole batch.
 
         Returns:
             [s_r, b, h * d_v], or packed [t_r, h * d_v].
+
+        Raises:
+            ParallelConfigError: documents, masks or a bias that do not fit; before anything is
+                sent.
         """
-        packed = query.dim() == 3
-        if packed:
+        thd = query.dim() == 3
+        if thd:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        bounds = packed_boundaries(packed_seq_params) if packed else None
         size, rank = self.group.size(), self.group.rank()
+        documents = documents_of(packed_seq_params, size)
+        if documents is not None:
+            lengths = (query.size(0), key.size(0))
+            check_shard(documents, lengths, rank, any_layout=self.any_layout)
         layout = head_layout(query.size(2), key.size(2), size, self.uneven_heads)
-        query_cut = Cut(_sequence_layout(query.size(0), size, bounds), layout.query_heads)
-        kv_cut = Cut(_sequence_layout(key.size(0), size, bounds), layout.kv_heads)
+        query_cut = Cut(_sequence_layout(query.size(0), size, documents), layout.query_heads)
+        kv_cut = Cut(_sequence_layout(key.size(0), size, documents), layout.kv_heads)
         mask_type = attn_mask_type or self.attn_mask_type
         if self.inner is not None and ignores_mask(self.inner, mask_type):
             attention_mask = None
@@ -153,14 +170,12 @@ class UlyssesCoreAttention(MegatronModule):
                 tied = (t.transpose(0, 1) for t in by_heads)
                 out = no_heads(*tied, *(() if offset is None else (offset,))).transpose(0, 1)
             elif self.inner is not None:
-                out = self._run_inner(
-                    by_heads, mask, mask_type, bias, packed_seq_params, offset, kwargs
-                )
+                out = self._run_inner(by_heads, mask, mask_type, bias, documents, offset, kwargs)
             else:
-                out = self._run_local(by_heads, mask, mask_type, bias, bounds, offset, kwargs)
+                out = self._run_local(by_heads, mask, mask_type, bias, documents, offset, kwargs)
         (out,) = heads_to_sequence([out], [query_cut], self.group)
         out = out.flatten(2)  # [s_r, b, h * d_v]
-        return out.squeeze(1) if packed else out
+        return out.squeeze(1) if thd else out
 
     def _run_inner(
         self,
@@ -168,16 +183,18 @@ class UlyssesCoreAttention(MegatronModule):
         mask: torch.Tensor | None,
         mask_type: AttnMaskType,
         bias: torch.Tensor | None,
-        packed_seq_params: Any,
+        documents: PackedDocuments | None,
         offset: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         assert self.inner is not None
         s, b, heads, _ = by_heads[0].shape
         tensors = [tensor.contiguous() for tensor in by_heads]
-        if packed_seq_params is not None:
+        inside = None if documents is None else inside_exchange(documents)
+        if inside is not None:
+            check_takes_documents(self.inner, b)
             tensors = [tensor.squeeze(1) for tensor in tensors]
-            kwargs = dict(kwargs, packed_seq_params=packed_seq_params)
+            kwargs = dict(kwargs, packed_seq_params=inside)
         if bias is not None:
             kwargs = dict(kwargs, attention_bias=bias)
         if offset is not None:
@@ -191,7 +208,7 @@ class UlyssesCoreAttention(MegatronModule):
         mask: torch.Tensor | None,
         mask_type: AttnMaskType,
         bias: torch.Tensor | None,
-        bounds: list[int] | None,
+        documents: PackedDocuments | None,
         offset: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
@@ -209,7 +226,7 @@ class UlyssesCoreAttention(MegatronModule):
         given = {
             "attention_mask": None if mask is None else ~mask,
             "attention_bias": bias,
-            "cu_seqlens": bounds,
+            "cu_seqlens": None if documents is None else list(documents.attended),
             "sinks": offset,
         }
         options |= {name: value for name, value in given.items() if value is not None}
@@ -255,36 +272,12 @@ def _context_group(pg_collection: Any) -> dist.ProcessGroup:
 
 
 @lru_cache(maxsize=256)
-def _zigzag(bounds: tuple[int, ...], size: int) -> SequenceLayout:
-    return SequenceLayout.zigzag_packed(bounds, size)
+def _zigzag(length: int, size: int) -> SequenceLayout:
+    return SequenceLayout.zigzag(length, size)
 
 
-def _sequence_layout(length: int, size: int, bounds: list[int] | None) -> SequenceLayout:
-    """Megatron's order of the tokens, of which this rank holds `length`."""
-    return _zigzag((0, length * size) if bounds is None else tuple(bounds), size)
-
-
-def _check_config(config: Any, group: dist.ProcessGroup) -> None:
-    size = group.size()
-    if config.context_parallel_size != size:
-        raise ParallelConfigError(
-            f"context_parallel_size={config.context_parallel_size} in the config, over a "
-            f"context-parallel group of {size} ranks.",
-            rule="Ulysses rides on Megatron's context-parallel group; RoPE, the batch and the "
-            "gradients are cut by the size in the config",
-            nearest=f"TransformerConfig(context_parallel_size={size}, ...).",
-        )
-    refused = {
-        "hierarchical_context_parallel_sizes": "ring attention outside Ulysses",
-        "experimental_attention_variant": "attention that reads more than query, key and value",
-        "qk_clip": "the largest logit of every head on every rank",
-        "log_max_attention_logit": "the largest logit of every head on every rank",
-    }
-    for name, needs in refused.items():
-        value = getattr(config, name, None)
-        if size > 1 and value:
-            raise ParallelConfigError(
-                f"{name}={value!r} with ulysses_parallel_size={size}.",
-                rule=f"it needs {needs}, which this layer does not have",
-                nearest=f"{name} unset, or ulysses_parallel_size 1.",
-            )
+def _sequence_layout(length: int, size: int, documents: PackedDocuments | None) -> SequenceLayout:
+    """That of the documents, else Megatron's; this rank holds `length` tokens of it."""
+    if documents is not None and documents.layout is not None:
+        return documents.layout
+    return _zigzag(length * size, size)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -117,6 +118,27 @@ def _check_offset_can_be_given(core: Core) -> None:
         )
 
 
+def check_takes_documents(inner: torch.nn.Module, batch: int) -> None:
+    """Refuses packed documents that the core between the exchanges would not keep apart."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if isinstance(inner, DotProductAttention):
+        raise ParallelConfigError(
+            "Packed documents with Megatron's DotProductAttention between the exchanges.",
+            rule="it has no way of keeping documents apart",
+            nearest="with_ulysses(spec, core='sdpa'), or TransformerEngine's TEDotProductAttention "
+            "on GPUs.",
+        )
+    if batch != 1:
+        raise ParallelConfigError(
+            f"Packed documents in a micro-batch of {batch} with {type(inner).__name__} between "
+            "the exchanges.",
+            rule="Megatron's packed format is one sequence of all tokens",
+            nearest="micro_batch_size 1; or with_ulysses(spec, core='sdpa'), where the same "
+            "boundaries hold for every sequence.",
+        )
+
+
 def ignores_mask(inner: torch.nn.Module, mask_type: Any) -> bool:
     """Whether the core makes its own mask: TransformerEngine's does, unless there is padding."""
     is_te = any(base.__module__.startswith("transformer_engine") for base in type(inner).__mro__)
@@ -141,3 +163,30 @@ def local_attention_options(
             nearest="with_ulysses(spec) around DotProductAttention or TEDotProductAttention.",
         )
     return options
+
+
+def check_config(config: Any, group: dist.ProcessGroup) -> None:
+    """Refuses a config that is not that of the group, or asks for what Ulysses does not have."""
+    size = group.size()
+    if config.context_parallel_size != size:
+        raise ParallelConfigError(
+            f"context_parallel_size={config.context_parallel_size} in the config, over a "
+            f"context-parallel group of {size} ranks.",
+            rule="Ulysses rides on Megatron's context-parallel group; RoPE, the batch and the "
+            "gradients are cut by the size in the config",
+            nearest=f"TransformerConfig(context_parallel_size={size}, ...).",
+        )
+    refused = {
+        "hierarchical_context_parallel_sizes": "ring attention outside Ulysses",
+        "experimental_attention_variant": "attention that reads more than query, key and value",
+        "qk_clip": "the largest logit of every head on every rank",
+        "log_max_attention_logit": "the largest logit of every head on every rank",
+    }
+    for name, needs in refused.items():
+        value = getattr(config, name, None)
+        if size > 1 and value:
+            raise ParallelConfigError(
+                f"{name}={value!r} with ulysses_parallel_size={size}.",
+                rule=f"it needs {needs}, which this layer does not have",
+                nearest=f"{name} unset, or ulysses_parallel_size 1.",
+            )

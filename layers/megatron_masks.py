@@ -1,8 +1,6 @@
-"""Megatron's masks, biases and packed sequences, made whole for the attention inside."""
+"""Megatron's masks and biases, made whole for the attention inside."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,21 +55,6 @@ def whole_bias(
     if bias.size(-2) not in (1, layout.sequence_length):
         raise _wrong_shape("attention_bias", bias, layout, rank)
     return _cut_heads(bias, query_heads[rank], sum(map(len, query_heads)))
-
-
-def packed_boundaries(packed_seq_params: Any) -> list[int]:
-    """[documents + 1] boundaries in the whole packed batch, padding of each document included."""
-    padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
-    bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
-    kv = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)
-    kv = packed_seq_params.cu_seqlens_kv if kv is None else kv
-    if kv is not None and kv is not bounds and not torch.equal(kv, bounds):
-        raise ParallelConfigError(
-            "Packed documents whose keys have other lengths than their queries.",
-            rule="cu_seqlens_q and cu_seqlens_kv are the same in self-attention",
-        )
-    values: list[int] = bounds.tolist()
-    return values
 
 
 def _cut_heads(tensor: torch.Tensor, heads: range, num_heads: int) -> torch.Tensor:

@@ -26,11 +26,14 @@ def check_wired(model: Any, state: ParallelState) -> None:
         state: what `initialize_model_parallel` returned.
 
     Raises:
-        ParallelConfigError: with ulysses > 1 some attention is not inside the exchange, mixes
+        ParallelConfigError: an interleaved pipeline would mistake messages for one another; or
+            with ulysses > 1 some attention is not inside the exchange, mixes
             tokens in a way that is not known to be exact, or some dropout would draw the same
             mask on all Ulysses ranks. Names the layers.
     """
     config = state.config
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    _check_pipeline(chunks)
     ulysses, ring = config.ulysses_parallel_size, config.ring_parallel_size
     if ring > 1:
         raise ParallelConfigError(
@@ -40,11 +43,30 @@ def check_wired(model: Any, state: ParallelState) -> None:
         )
     if ulysses == 1:
         return
-    chunks = model if isinstance(model, (list, tuple)) else [model]
     modules = [item for chunk in chunks for item in chunk.named_modules()]
     _check_attention(modules, ulysses)
     _check_mixers(modules, ulysses)
     _check_dropout(modules, ulysses)
+
+
+def _check_pipeline(chunks: Any) -> None:
+    """Two stages interleaved send both ways to one another, in one batch if the config says so."""
+    if len(chunks) == 1:
+        return
+    config = chunks[0].config
+    if config.pipeline_model_parallel_size != 2 or config.overlap_p2p_comm:
+        return
+    mixed = [
+        name for name in ("batch_p2p_comm", "variable_seq_lengths") if getattr(config, name, False)
+    ]
+    if mixed:
+        raise ParallelConfigError(
+            f"{len(chunks)} model chunks on each of 2 pipeline stages with {' and '.join(mixed)}, "
+            "without overlap_p2p_comm.",
+            rule="messages of one batch between the same two ranks are taken in order, so "
+            "activations and gradients would be mistaken for one another",
+            nearest="overlap_p2p_comm=True with batch_p2p_comm=False; or 4 pipeline stages.",
+        )
 
 
 def _check_attention(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         token_count,
         token_mean_loss,
     )
+    from .padding import pad_documents
     from .parallel_state.errors import HeadDivisibilityError, ParallelConfigError
     from .sequence_layout import SequenceLayout
     from .without_gpu import megatron_on_cpu
@@ -54,6 +55,7 @@ _EXPORTS = {
     "linear_cross_entropy": "loss",
     "megatron_on_cpu": "without_gpu",
     "megatron_token_loss": "loss",
+    "pad_documents": "padding",
     "shard_batch": "batch",
     "shift_labels": "batch",
     "token_count": "loss",
@@ -72,6 +74,7 @@ __all__ = [
     "linear_cross_entropy",
     "megatron_on_cpu",
     "megatron_token_loss",
+    "pad_documents",
     "shard_batch",
     "shift_labels",
     "token_count",

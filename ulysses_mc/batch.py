@@ -46,9 +46,10 @@ def shard_batch(
         whole: names of further tensors that are not per-token.
 
     Returns:
-        A new dict. `position_ids` [b, s_r] (or [t_r]) are made if the batch has none: positions
-        in the document if it has `cu_seqlens` or `cu_seqlens_q` (which then hold for every
-        sample), else in the sequence.
+        A new dict, the same entries on every rank. `position_ids` [b, s_r] (or [t_r]) are made if
+        the batch has none: positions in the document if it has `cu_seqlens` (or `cu_seqlens_q`;
+        of both, the `_padded` one if there is one, which says where documents begin), which then
+        holds for every sample; else in the sequence.
 
     Raises:
         ParallelConfigError: a per-token tensor's length is neither global nor local, named with
@@ -63,7 +64,7 @@ def shard_batch(
     model: torch.Tensor | None = None  # a tensor that tells the batch size and the device
     for name, value in batch.items():
         result[name] = value
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or _stays_whole(name, whole):
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or stays_whole(name, whole):
             continue
         where = (dims or {}).get(name, dim)
         result[name] = _shard_one(name, value, layout, rank, where)
@@ -133,7 +134,8 @@ def shift_labels(
     return labels.index_fill_(dim, torch.tensor(last, device=labels.device).long(), ignore_index)
 
 
-def _stays_whole(name: str, whole: Sequence[str]) -> bool:
+def stays_whole(name: str, whole: Sequence[str]) -> bool:
+    """Whether a batch entry of this name is not per-token."""
     return name in WHOLE or name in whole or name.startswith(WHOLE_PREFIXES)
 
 
@@ -161,8 +163,8 @@ def _position_ids(
     batch: Mapping[str, Any], layout: SequenceLayout, rank: int, model: torch.Tensor, dim: int
 ) -> torch.Tensor:
     """[b, s_r] for `dim=1`, [s_r] for `dim=0`: whole-sequence positions, then cut."""
-    cu = batch.get("cu_seqlens")
-    cu = batch.get("cu_seqlens_q") if cu is None else cu
+    names = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
+    cu = next((batch[name] for name in names if batch.get(name) is not None), None)
     boundaries = None if cu is None else document_boundaries(cu, layout.sequence_length)
     positions = torch.tensor(
         layout.positions(rank, boundaries), dtype=torch.long, device=model.device

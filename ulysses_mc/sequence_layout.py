@@ -79,8 +79,12 @@ class SequenceLayout:
     def zigzag_packed(cls, cu_seqlens: Sequence[int], group_size: int) -> SequenceLayout:
         """Megatron's packed (THD) order: every document is cut as `zigzag` cuts a sequence.
 
+        One rank holds everything in order, of any length.
+
         Source: transformer_engine's thd_get_partitioned_indices.
         """
+        if group_size == 1:
+            return cls.from_lengths([cu_seqlens[-1]])
         per_rank: list[list[Chunk]] = [[] for _ in range(group_size)]
         for begin, end in pairwise(cu_seqlens):
             size, left = divmod(end - begin, 2 * group_size)

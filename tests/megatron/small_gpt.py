@@ -149,7 +149,14 @@ def hybrid_chunks(setting: Setting, spec: Callable[[Any], Any], pattern: str) ->
 class Trainer:
     """Megatron's DDP, optimizer and pipeline schedule around the chunks of a model."""
 
-    def __init__(self, setting: Setting, chunks: list[Any]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        chunks: list[Any],
+        read: Callable[[Setting, int], Iterator[Any]] | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        self.batches, self.forward_step = read or batches, forward or forward_step
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -187,9 +194,9 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         micro_batches = self.setting.batch // parallel_state.get_data_parallel_world_size()
-        data = [batches(self.setting, step) for _ in self.model]
+        data = [self.batches(self.setting, step) for _ in self.model]
         reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=self.forward_step,
             data_iterator=data if self.setting.vpp else data[0],
             model=self.model if self.setting.vpp else self.model[0],
             num_microbatches=micro_batches,

@@ -191,7 +191,7 @@ def contiguous_by_mistake(config: Any) -> Any:
     class Mistaken(core_attention.UlyssesCoreAttention):
         def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             right = core_attention._sequence_layout
-            core_attention._sequence_layout = lambda length, size, bounds: (
+            core_attention._sequence_layout = lambda length, size, documents: (
                 SequenceLayout.from_lengths([length] * size)
             )
             try:
