@@ -27,6 +27,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
     model, parallel = config.model, config.parallel
     cuda, bf16 = device.type == "cuda", config.training.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
+    interleaved = (parallel.virtual_pipeline_model_parallel_size or 1) > 1
     fields: dict[str, Any] = {
         "num_layers": number_of_layers(config),
         "hidden_size": model.hidden_size,
@@ -52,8 +53,11 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         "calculate_per_token_loss": True,
         # Initial weights drawn whole, then cut: the same for every tensor-parallel size.
         "use_cpu_initialization": not cuda,
-        # gloo has no batched send and receive; fused kernels need CUDA, TransformerEngine or apex.
-        "batch_p2p_comm": cuda,
+        # Batched, the messages of two interleaved stages would be mistaken for one another; and
+        # gloo has no batched send and receive.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": cuda and not interleaved,
+        # Fused kernels need CUDA, TransformerEngine or apex.
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,

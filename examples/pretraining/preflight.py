@@ -171,6 +171,7 @@ def _check_model(config: Config, grid: RankGrid) -> None:
             nearest=f"num_query_groups {tensor}",
         )
     _divides(heads, groups, "model.num_attention_heads", "model.num_query_groups")
+    _check_messages(config, grid)
     stages = grid.size("pp") * (config.parallel.virtual_pipeline_model_parallel_size or 1)
     if model.kind == "gpt":
         _divides(model.num_layers, stages, "model.num_layers", "pipeline stages x chunks")
@@ -178,6 +179,23 @@ def _check_model(config: Config, grid: RankGrid) -> None:
         raise UserError("model.kind hybrid needs model.hybrid_layer_pattern, for example '*-*-'")
     if model.seq_length < 1:
         raise UserError(f"model.seq_length is {model.seq_length}; it is at least 1")
+
+
+def _check_messages(config: Config, grid: RankGrid) -> None:
+    """model.transformer may undo what keeps the messages of two interleaved stages apart."""
+    chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
+    if grid.size("pp") == 2 and chunks > 1 and not _overlaps(config.model.transformer):
+        raise ParallelConfigError(
+            f"{chunks} model chunks on each of 2 pipeline stages, with "
+            "batch_p2p_comm or without overlap_p2p_comm in model.transformer.",
+            rule="without it, messages of one batch between the same two ranks are mistaken for "
+            "one another",
+            nearest="model.transformer without overlap_p2p_comm and batch_p2p_comm.",
+        )
+
+
+def _overlaps(transformer: dict[str, Any]) -> bool:
+    return transformer.get("overlap_p2p_comm", True) and not transformer.get("batch_p2p_comm")
 
 
 def _divides(number: int, divisor: int, what: str, by: str) -> None:

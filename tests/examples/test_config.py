@@ -130,6 +130,9 @@ def test_the_batch_arithmetic(data: str) -> None:
          ["num_layers 6", "6 / 4 = 1.5"]),
         (["--batch.micro_batch_size=2", "--batch.global_batch_size=7"], 2,
          ["global_batch_size 7", "7 / 4", "4 or 8"]),
+        (["--parallel.pipeline_model_parallel_size=2", "--model.transformer.batch_p2p_comm=true",
+          "--parallel.virtual_pipeline_model_parallel_size=2"], 2,
+         ["2 model chunks on each of 2", "without overlap_p2p_comm and batch_p2p_comm"]),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit(data: str, argv: list[str], world: int, parts: list[str]) -> None:

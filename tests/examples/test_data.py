@@ -20,22 +20,6 @@ def samples_of_step(consumed: int, accumulation: int, micro: int, dp: int) -> li
     ]
 
 
-def test_row_15_each_sample_once_in_full_steps() -> None:
-    """1000 samples, 2 ranks, micro batch 1, accumulation 8: 62 steps with dp 2, 125 with dp 1."""
-    for dp, steps in ((2, 62), (1, 125)):
-        batch = dp * 8
-        assert 1000 // batch == steps
-        seen = [n for step in range(steps) for n in samples_of_step(step * batch, 8, 1, dp)]
-        assert sorted(seen) == list(range(steps * batch))
-
-
-def test_row_29_another_layout_continues_at_consumed_samples() -> None:
-    """17 samples: 5 steps of 2 at dp 1, then dp 4 from sample 10 on."""
-    first = [n for step in range(5) for n in samples_of_step(step * 2, 2, 1, 1)]
-    then = samples_of_step(10, 1, 1, 4)
-    assert sorted(first) == list(range(10)) and sorted(then) == [10, 11, 12, 13]
-
-
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_the_global_batch_does_not_depend_on_the_layout(dp: int) -> None:
     for micro in (1, 2):

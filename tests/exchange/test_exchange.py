@@ -65,39 +65,6 @@ def test_data_movement(size):
     run_ranks(size, check_data_movement, timeout=90)
 
 
-def check_adjoint() -> None:
-    """<A x, y> = <x, A^T y> summed over ranks, also for gradients that are not contiguous."""
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    for layout, (heads, kv), batch, (seq_first, head_first), transport in itertools.product(
-        layouts(size), [(size, 1), (6, 3), (2 * size, size)], (1, 2, 3), MEMORY_ORDERS, TRANSPORTS
-    ):
-        split = HeadLayout(heads, kv, size)
-        cut = Cut(layout, split.kv_heads)
-        orders = {"by_sequence_batch_first": seq_first, "by_heads_batch_first": head_first}
-        shape = (layout.lengths[rank], batch, kv, 3)
-        x = draw(*reversed(shape), seed=rank).permute(3, 2, 1, 0).requires_grad_()
-        (out,) = sequence_to_heads([x], [cut], group, transport=transport, **orders)
-        y = draw(*reversed(out.shape), seed=9 + rank).permute(3, 2, 1, 0)
-        (gradient,) = torch.autograd.grad(out, x, y)
-        sides = torch.stack([(out * y).sum(), (x * gradient).sum()]).detach()
-        dist.all_reduce(sides)
-        torch.testing.assert_close(sides[0], sides[1])
-
-        shape = (layout.sequence_length, batch, len(cut.heads[rank]), 3)
-        y = draw(*reversed(shape), seed=rank).permute(3, 2, 1, 0).requires_grad_()
-        (out,) = heads_to_sequence([y], [cut], group, transport=transport, **orders)
-        x = draw(*reversed(out.shape), seed=9 + rank).permute(3, 2, 1, 0)
-        (gradient,) = torch.autograd.grad(out, y, x)
-        sides = torch.stack([(out * x).sum(), (y * gradient).sum()]).detach()
-        dist.all_reduce(sides)
-        torch.testing.assert_close(sides[0], sides[1])
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_row_22_backward_is_the_adjoint(size):
-    run_ranks(size, check_adjoint, timeout=90)
-
-
 def check_counts(heads: int, kv: int, zigzag: bool, transport: str, batch: int) -> dict[str, float]:
     """One layer and step; asserts bytes, returns what else was counted."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()

@@ -22,6 +22,7 @@ class Setting:
     cp: int = 1
     ep: int = 1
     distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
     bf16: bool = False
     batch: int = 4  # sequences of the global batch
     clip_grad: float = 1.0
@@ -169,7 +170,9 @@ class Trainer:
         if setting.bf16:
             chunks = [Float16Module(config, chunk) for chunk in chunks]
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=setting.distributed_optimizer
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=setting.distributed_optimizer,
+            overlap_grad_reduce=setting.overlap_grad_reduce,
         )
         self.model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
         optimizer_config = OptimizerConfig(
@@ -184,6 +187,8 @@ class Trainer:
         self.optimizer = get_megatron_optimizer(optimizer_config, self.model)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
+        if setting.overlap_grad_reduce:
+            (config.no_sync_func,) = (chunk.no_sync for chunk in self.model)
 
     def forward_backward(self, step: int) -> float:
         """Gradients of one global batch; its mean loss, equal on all ranks of the last stage."""

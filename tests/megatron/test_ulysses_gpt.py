@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.megatron.small_gpt import Setting, Trainer, gpt_chunks, hybrid_chunks, local_spec
-from tests.megatron.test_megatron_on_cpu import load, save
 from tests.support.pool import run_ranks
 from ulysses_mc import megatron_on_cpu
 
@@ -137,12 +135,6 @@ def test_pipelines() -> None:
     assert_same(losses(replace(setting, cp=2), around_the_specs_core), losses(setting, local_spec))
 
 
-def test_row_14_one_kv_head_with_qk_norm_and_sequence_parallel() -> None:
-    config = dict(num_query_groups=1, qk_layernorm=True)
-    sharded = Setting(tp=2, cp=2, config=config | dict(sequence_parallel=True))
-    assert_same(losses(sharded, local_block), losses(Setting(config=config), local_spec))
-
-
 def test_multi_token_prediction() -> None:
     config = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.5)
     right = losses(Setting(config=config), local_spec)
@@ -204,21 +196,3 @@ def contiguous_by_mistake(config: Any) -> Any:
     core = replace(attention.submodules.core_attention, module=Mistaken)
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     return replace(spec, submodules=replace(spec.submodules, self_attention=attention))
-
-
-# -- checkpoints ----------------------------------------------------------------------------
-
-
-SINKS = dict(softmax_type="learnable")
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
-def test_row_27_a_checkpoint_of_another_ulysses_size(
-    tmp_path: Path, saved: int, loaded: int
-) -> None:
-    """Saved with and loaded without Ulysses and the reverse, the sinks of the heads included."""
-    settings = [Setting(cp=size, config=SINKS) for size in (saved, loaded)]
-    directory = str(tmp_path)
-    going_on = run_ranks(saved, save, settings[0], directory, around_the_specs_core, timeout=120)
-    resumed = run_ranks(loaded, load, settings[1], directory, around_the_specs_core, timeout=120)
-    assert resumed[0] == pytest.approx(going_on[0], rel=2e-5)
