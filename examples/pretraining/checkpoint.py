@@ -5,33 +5,40 @@
         run.json        iteration, consumed samples, the model and the layout it was saved under
         manifest.json   size and SHA-256 of every file
 
-A checkpoint is written to `.iter_0000100.partial/`, renamed when every rank has written its part,
-and named in `latest_checkpointed_iteration.txt` after that. All ranks see one file system.
+A checkpoint is written to a hidden folder beside the others, renamed when every rank has written
+its part, and named in `latest_checkpointed_iteration.txt` after that. All ranks see one file
+system.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 import json
-import os
+import multiprocessing
 import shutil
+import signal
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
-from . import adam_state
+from . import adam_state, manifest, random_state
 from .config import Config
 from .errors import UserError
+from .manifest import LATEST, newest
 from .preflight import RunShape
-from .safe_load import check_metadata
+from .safe_load import check_metadata, only_tensors
 
-LATEST = "latest_checkpointed_iteration.txt"
 # What may differ between the run that saved and the run that loads.
 _FREE = {"seq_length", "recompute", "transformer_impl", "local_attention", "attention_dropout",
          "hidden_dropout", "make_vocab_size_divisible_by", "vocab_size"}  # fmt: skip
+_HOW = {"sequence_parallel", "recompute_granularity", "recompute_method", "recompute_num_layers",
+        "recompute_modules", "deterministic_mode", "tp_comm_overlap"}  # fmt: skip
+_NOT_LAYOUT = {"distributed_timeout_minutes", "data_parallel_size"}  # data parallel: as given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +68,10 @@ def find(config: Config) -> Path | None:
     return given
 
 
-def newest(folder: Path) -> Path:
-    text = (folder / LATEST).read_text().strip()
-    if not text.isdigit():
-        raise UserError(f"{folder / LATEST} says {text!r}, not the number of an iteration")
-    path = folder / f"iter_{int(text):07d}"
-    if not (path / "run.json").is_file():
-        raise UserError(f"{folder / LATEST} names iteration {text}, but {path} is not a checkpoint")
-    return path
-
-
 def model_facts(config: Config, shape: RunShape) -> dict[str, Any]:
     """What makes two checkpoints interchangeable."""
     facts = {k: v for k, v in dataclasses.asdict(config.model).items() if k not in _FREE}
+    facts["transformer"] = {k: v for k, v in facts["transformer"].items() if k not in _HOW}
     facts["num_query_groups"] = config.model.num_query_groups or config.model.num_attention_heads
     return {**facts, "vocab_size": shape.vocab_size}
 
@@ -110,36 +108,94 @@ def save(
     scheduler: Any,
 ) -> Path:
     """Writes one checkpoint. Collective; returns its path when it is complete on every rank."""
+    state = _state(model, optimizer, scheduler, loading=False)
+    return write(Path(config.output) / "checkpoints", config, shape, progress, state)
+
+
+def write(
+    folder: Path,
+    config: Config,
+    shape: RunShape,
+    progress: Progress,
+    state: dict[str, Any],
+    *,
+    weights_only: bool = False,
+) -> Path:
+    """Writes the sharded `state` as a checkpoint in `folder`. Collective.
+
+    Raises:
+        CheckpointNotWritten: a file could not be written. What was there before is untouched.
+    """
     from megatron.core import dist_checkpointing
 
-    folder = Path(config.output) / "checkpoints"
     final = folder / f"iter_{progress.iteration:07d}"
-    partial = folder / f".{final.name}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        _state(model, optimizer, scheduler, loading=False), str(partial), content_metadata=_format()
-    )
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, _hash_own_files(partial))
-    if dist.get_rank() == 0:
-        run = {
-            **dataclasses.asdict(progress),
-            "model": model_facts(config, shape),
-            "parallel": dataclasses.asdict(config.parallel),
-            "world_size": dist.get_world_size(),
-            "batch": dataclasses.asdict(config.batch),
-            "versions": _versions(),
-        }
-        _write_json(partial / "run.json", run)
-        files = {name: facts for part in parts for name, facts in part.items()}
-        files["run.json"] = _facts(partial / "run.json")
-        _write_json(partial / "manifest.json", files)
-        _publish(partial, final)
+    try:
+        partial = _empty_folder(final)
+        with _writers_watched():
+            dist_checkpointing.save(state, str(partial), content_metadata=_format())
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, manifest.hash_own_files(partial))
+        if dist.get_rank() == 0:
+            run = {
+                **dataclasses.asdict(progress),
+                "model": model_facts(config, shape),
+                "seq_length": config.model.seq_length,
+                "precision": config.training.precision,
+                "weights_only": weights_only,
+                "parallel": dataclasses.asdict(config.parallel),
+                "world_size": dist.get_world_size(),
+                "batch": dataclasses.asdict(config.batch),
+                "versions": _versions(),
+            }
+            manifest.write_json(partial / "run.json", run)
+            files = {name: facts for part in parts for name, facts in part.items()}
+            files["run.json"] = manifest.facts(partial / "run.json")
+            manifest.write_json(partial / manifest.MANIFEST, files)
+            manifest.publish(partial, final)
+    except (OSError, CheckpointException) as error:  # the latter by all ranks
+        reasons = str(error)
+        if isinstance(error, CheckpointException):
+            reasons = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        raise CheckpointNotWritten(
+            f"checkpoint {final} could not be written: {reasons} ({free >> 10} KiB free); "
+            "the checkpoints before it are untouched"
+        ) from error
     dist.barrier()
     return final
+
+
+class CheckpointNotWritten(RuntimeError):
+    """A disk is full, or will not be written to."""
+
+
+@contextlib.contextmanager
+def _writers_watched() -> Iterator[None]:
+    """megatron-core 0.16 writes by processes of its own, and waits for ever for one that was
+    killed; here that is an error. (0.19 writes by threads.)"""
+
+    def look(number: int, frame: Any) -> None:
+        for child in multiprocessing.process._children.copy():  # type: ignore[attr-defined]
+            if child.exitcode:
+                raise OSError(f"a process that writes it died, exit code {child.exitcode}")
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _empty_folder(final: Path) -> Path:
+    """A hidden folder of this attempt alone: the writers of a killed one may still be at work."""
+    name = [f".{final.name}.partial-{uuid.uuid4().hex[:8]}"]
+    if dist.get_rank() == 0:
+        for left in final.parent.glob(".iter_*.partial-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        (final.parent / name[0]).mkdir(parents=True)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, name)
+    return final.parent / names[0][0]
 
 
 def load(
@@ -152,47 +208,59 @@ def load(
 ) -> Progress:
     """Loads weights, optimizer and schedule saved under any layout. Collective.
 
-    The random state is restored under the same layout only; `run` is what check_run returned.
+    The random state is restored under the same layout, and drawn anew under another one; `run` is
+    what check_run returned.
     """
-    from megatron.core import dist_checkpointing
-
+    progress = Progress(int(run["iteration"]), int(run["consumed_samples"]))
     if config.checkpoint.verify:
-        verify(path)
-    check_metadata(path / ".metadata")
-    same_layout = run["world_size"] == dist.get_world_size() and run[
-        "parallel"
-    ] == dataclasses.asdict(config.parallel)
+        manifest.verify(path)
+    if run.get("weights_only"):  # of another program: examples/convert_checkpoint.py
+        load_weights(path, model)
+        optimizer.reload_model_params()
+        return progress
+    same_layout = _layout(run["parallel"], run["world_size"]) == _layout(
+        dataclasses.asdict(config.parallel), dist.get_world_size()
+    )
     adam_state.allocate(optimizer)
     state = _state(model, optimizer, scheduler, loading=True)
     if not same_layout:
         del state["rng"]
-    loaded = dist_checkpointing.load(state, str(path))
+    loaded = _read(path, state)
     for name, chunk in _chunks(model):
         chunk.load_state_dict(loaded[name])
     adam_state.load(optimizer, loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if same_layout:
-        _set_random_state(loaded["rng"])
-    return Progress(int(run["iteration"]), int(run["consumed_samples"]))
+        random_state.restore(loaded["rng"])
+    else:
+        random_state.seed(config.training.seed, progress.iteration)
+    return progress
 
 
-def verify(path: Path) -> None:
-    """Compares each file with manifest.json, the ranks sharing the work. Collective.
+def load_weights(path: Path, model: list[Any]) -> None:
+    """Loads the model's weights alone, saved under any layout. Collective."""
+    loaded = _read(path, sharded_weights(model))
+    for name, chunk in _chunks(model):
+        chunk.load_state_dict(loaded[name])
 
-    Raises:
-        UserError: on every rank, naming each damaged or missing file.
-    """
-    try:
-        files: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / 'manifest.json'} is damaged: {error!r}") from None
-    mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
-    bad = [name for name in mine if not _intact(path / name, files[name])]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, bad)
-    damaged = sorted(name for names in found for name in names)
-    if damaged:
-        raise UserError(f"checkpoint {path} is damaged: {', '.join(damaged)}")
+
+def sharded_weights(model: list[Any]) -> dict[str, Any]:
+    return {name: chunk.sharded_state_dict(metadata=_format()) for name, chunk in _chunks(model)}
+
+
+def _layout(parallel: dict[str, Any], world_size: int) -> tuple[Any, ...]:
+    """What two runs have in common whose ranks hold the same parts."""
+    sizes = {k: v for k, v in parallel.items() if k not in _NOT_LAYOUT}
+    return sizes, world_size
+
+
+def _read(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    check_metadata(path / ".metadata")
+    with only_tensors():
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    return loaded
 
 
 def _format() -> dict[str, Any]:
@@ -204,13 +272,11 @@ def _format() -> dict[str, Any]:
 def _state(model: list[Any], optimizer: Any, scheduler: Any, *, loading: bool) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    state: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=_format()) for name, chunk in _chunks(model)
-    }
+    state = sharded_weights(model)
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_format())
     state["opt_param_scheduler"] = scheduler.state_dict()
     state["rng"] = ShardedObject(
-        "rng", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
+        "rng", random_state.capture(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
     )
     return state
 
@@ -225,71 +291,6 @@ def _chunks(model: list[Any]) -> list[tuple[str, Any]]:
     if len(bare) == 1:
         return [("model", bare[0])]
     return [(f"model{i}", chunk) for i, chunk in enumerate(bare)]
-
-
-def _random_state() -> dict[str, Any]:
-    from megatron.core import tensor_parallel
-
-    cuda = torch.cuda.is_available()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if cuda else None,
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    from megatron.core import tensor_parallel
-
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-def _hash_own_files(folder: Path) -> dict[str, Any]:
-    """The files this rank wrote: `__RANK_n.distcp`, and on rank 0 what belongs to no rank."""
-    rank = dist.get_rank()
-    names = [p.name for p in folder.iterdir()]
-    own = [n for n in names if n.startswith(f"__{rank}_")]
-    if rank == 0:
-        own += [n for n in names if not n.startswith("__")]
-    return {name: _facts(folder / name) for name in own}
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _intact(path: Path, expected: dict[str, Any]) -> bool:
-    return path.is_file() and _facts(path) == expected
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w") as stream:
-        json.dump(value, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """rename is atomic: at no moment does `latest` name something that is not whole."""
-    old = final.parent / f".{final.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():  # the same iteration once more
-        final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    temporary = final.parent / f".{LATEST}.new"
-    with temporary.open("w") as stream:
-        stream.write(f"{int(final.name.removeprefix('iter_'))}\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(final.parent / LATEST)
 
 
 def _versions() -> dict[str, str]:

@@ -95,14 +95,17 @@ class Batches:
         dataset: what indexing gives {tokens, labels, loss_mask, position_ids}, each [s].
         padded_seq_length: s after padding; added tokens have loss_mask 0.
         dp_rank, dp_size: place in the data-parallel group.
+        vocab_size: of the model.
 
     A sample beyond the end of the dataset is a copy of the last one with loss_mask 0, so that an
     evaluation may end in the middle of a batch.
     """
 
-    def __init__(self, dataset: Any, padded_seq_length: int, dp_rank: int, dp_size: int) -> None:
+    def __init__(
+        self, dataset: Any, padded_seq_length: int, dp_rank: int, dp_size: int, vocab_size: int
+    ) -> None:
         self.dataset, self.length = dataset, padded_seq_length
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.dp_rank, self.dp_size, self.vocab_size = dp_rank, dp_size, vocab_size
 
     def step(
         self, consumed: int, accumulation_steps: int, micro_batch_size: int
@@ -117,6 +120,7 @@ class Batches:
     def sample(self, number: int) -> dict[str, torch.Tensor]:
         inside = number < len(self.dataset)
         item = self.dataset[number if inside else len(self.dataset) - 1]
+        _check_tokens(item["tokens"], number, self.vocab_size)
         extra = self.length - item["tokens"].numel()
         pad = torch.nn.functional.pad
         mask = item["loss_mask"] if inside else torch.zeros_like(item["loss_mask"])
@@ -126,3 +130,18 @@ class Batches:
             "loss_mask": pad(mask, (0, extra)),
             "position_ids": torch.arange(self.length),
         }
+
+
+def _check_tokens(tokens: torch.Tensor, number: int, vocab_size: int) -> None:
+    """Megatron's vocabulary-parallel layers take a token that they do not know for one of another
+    rank: its embedding and its loss would silently be zero.
+
+    Raises:
+        UserError: a token outside the vocabulary.
+    """
+    low, high = (int(t) for t in tokens.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"sample {number} holds token {low if low < 0 else high}, the model's vocabulary has "
+            f"{vocab_size}: the data are damaged, or were made with another tokenizer"
+        )

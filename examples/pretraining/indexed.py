@@ -106,10 +106,13 @@ def _check_index(
 
 def _check_tokens(bin_: Path, tokens: np.memmap[Any, Any], vocab_size: int) -> None:
     part = 1 << 24
-    largest = max(int(tokens[:part].max()), int(tokens[-part:].max()))
-    if largest >= vocab_size:
+    ends = tokens[:part], tokens[-part:]
+    largest = max(int(end.max()) for end in ends)
+    smallest = min(int(end.min()) for end in ends)
+    if largest >= vocab_size or smallest < 0:
+        bad = smallest if smallest < 0 else largest
         raise UserError(
-            f"{bin_} holds token {largest}, the model's vocabulary has {vocab_size}: "
+            f"{bin_} holds token {bad}, the model's vocabulary has {vocab_size}: "
             "the data was made with another tokenizer"
         )
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .checkpoint import CheckpointNotWritten
 from .config import Config
 from .errors import UserError
 from .indexed import open_checked, unigram_entropy
+from .liveness import ALIKE, RankLost, watched
 from .preflight import RunShape, data_prefixes
 
 if TYPE_CHECKING:
@@ -28,24 +31,27 @@ def run(config: Config, shape: RunShape) -> int:
     device = pick_device(config)
     join_process_group(config, device)
     try:
-        with on_device(device), quiet():
+        with on_device(device), quiet(), watched(config.parallel.distributed_timeout_minutes):
             trainer = prepare(config, shape, device)
             signal.signal(signal.SIGTERM, trainer.stop_soon)
             complete = trainer.train()
             if trainer.log is not None:
                 summarize(config, trainer.log, complete)
-    finally:
+    except (RankLost, CheckpointNotWritten) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # ending the groups would wait for a missing rank
+    except ALIKE:
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
     return 0
 
 
 def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     """Groups, model, optimizer, data, and the checkpoint to continue from."""
-    from megatron.core import tensor_parallel
-
     from ulysses_mc.parallel_state import initialize_model_parallel
 
-    from . import checkpoint, self_check
+    from . import checkpoint, random_state, self_check
     from .data import build_datasets
     from .model import build_model, build_optimizer, number_of_parameters
     from .trainer import Trainer
@@ -53,8 +59,7 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     if (path := checkpoint.find(config)) is not None:
         checkpoint.check_run(path, config, shape)  # before minutes are spent on building a model
     state = initialize_model_parallel(config.parallel, use_megatron=True)
-    torch.manual_seed(config.training.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+    random_state.seed(config.training.seed)
     model = build_model(config, shape, state, device)
     optimizer = build_optimizer(config, model)
     datasets, train_iters = _datasets(config, shape, build_datasets)

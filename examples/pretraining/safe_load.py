@@ -1,13 +1,20 @@
-"""Looks into a checkpoint's `.metadata` before torch unpickles it.
+"""A checkpoint is data: reading one runs no code that it brings.
 
-PyTorch's checkpoint reader calls `pickle.load` on that file, and a pickle may call anything.
-This reads it once with an unpickler that knows only the names a checkpoint's metadata is made of.
-(All other files are read by torch.load with weights_only=True.)
+PyTorch's checkpoint reader does two things otherwise, and a pickle may call anything.
+
+* It calls `pickle.load` on `.metadata`. `check_metadata` reads that file first, with an unpickler
+  that knows only the names a checkpoint's metadata is made of.
+* It reads what is not a tensor (the random state, and with megatron-core 0.19 the optimizer's
+  settings) by `torch.load(weights_only=False)` (`torch/distributed/checkpoint/default_planner.py`).
+  `only_tensors` forbids that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +69,18 @@ def check_metadata(path: Path) -> None:
             _Unpickler(stream).load()
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
         raise UserError(f"{path} is refused: {error!r}") from None
+
+
+@contextlib.contextmanager
+def only_tensors() -> Iterator[None]:
+    """Every torch.load inside is one with weights_only=True, whatever it asks for."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ulysses_mc import __version__
+import ulysses_mc
+from ulysses_mc import __version__, layers, parallel_state
 from ulysses_mc.parallel_state.agreement import check_agreement
 
 from .config import Config, known_keys
@@ -32,10 +35,21 @@ def ranks_agree(config: Config, train_data: Any, first_sample: int) -> None:
     packages = ("torch", "megatron-core", "numpy")
     versions = {f"version of {name}": version(name) for name in packages}
     data = {"training samples": len(train_data), "data order": data_order(train_data, first_sample)}
+    code = {"version of ulysses_mc": __version__, "code": code_digest()}
     check_agreement(
-        {**settings, **versions, "version of ulysses_mc": __version__, **data},
+        {**settings, **versions, **code, **data},
         timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
+
+
+def code_digest() -> str:
+    """Of the source files of this example and of the library: a node with another checkout."""
+    digest = hashlib.sha256()
+    for module in (ulysses_mc, parallel_state, layers, sys.modules[__name__]):
+        folder = Path(module.__file__ or "").parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def data_order(dataset: Any, first_sample: int, samples: int = 4) -> str:

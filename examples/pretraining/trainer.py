@@ -20,7 +20,7 @@ from ulysses_mc import SequenceLayout, shard_batch
 from ulysses_mc.loss import masked_sum
 from ulysses_mc.parallel_state import ParallelState
 
-from . import checkpoint
+from . import checkpoint, nonfinite
 from .checkpoint import Progress
 from .config import Config
 from .data import Batches
@@ -130,39 +130,40 @@ class Trainer:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        source = Batches(
-            self.train_data,
-            shape.padded_seq_length,
-            self.state.rank("dp"),
-            shape.data_parallel_size,
-        )
-        # One iterator per model chunk: in an interleaved pipeline each asks for every batch.
-        batches = [
-            source.step(
-                self.progress.consumed_samples, shape.accumulation_steps, batch.micro_batch_size
-            )
-            for _ in self.model
-        ]
         result = self.run_batches(
-            batches,
+            self.next_batches(),
             shape.accumulation_steps,
             batch.micro_batch_size,
             shape.padded_seq_length,
             train=True,
         )
         if not math.isfinite(result.loss):
-            raise FloatingPointError(
-                f"the loss is {result.loss} at iteration {self.progress.iteration + 1} "
-                f"(samples {self.progress.consumed_samples} to "
-                f"{self.progress.consumed_samples + shape.global_batch_size - 1})"
-            )
+            nonfinite.stop(self, f"the loss is {result.loss}", gradients=False)
         updated, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(float(grad_norm)):
+            nonfinite.stop(self, f"the gradient norm is {float(grad_norm)}", gradients=True)
         if updated:
             self.scheduler.step(increment=shape.global_batch_size)
         self.progress = Progress(
             self.progress.iteration + 1, self.progress.consumed_samples + shape.global_batch_size
         )
         return result, float(grad_norm), not updated
+
+    def next_batches(self) -> list[Iterator[Batch]]:
+        """Of the next step; one iterator per model chunk: in an interleaved pipeline each asks for
+        every batch."""
+        source = Batches(
+            self.train_data,
+            self.shape.padded_seq_length,
+            self.state.rank("dp"),
+            self.shape.data_parallel_size,
+            self.shape.vocab_size,
+        )
+        micro = self.config.batch.micro_batch_size
+        return [
+            source.step(self.progress.consumed_samples, self.shape.accumulation_steps, micro)
+            for _ in self.model
+        ]
 
     def evaluate(self) -> None:
         """The loss over the same validation samples each time, without changing anything."""
@@ -177,6 +178,7 @@ class Trainer:
             length,
             self.state.rank("dp"),
             shape.data_parallel_size,
+            shape.vocab_size,
         )
         loss, tokens = 0.0, 0
         with self.evaluating():

@@ -38,7 +38,9 @@ class Five:
 
 
 def test_padding_and_samples_beyond_the_end_have_no_weight() -> None:
-    (batch,) = Batches(Five(), padded_seq_length=4, dp_rank=0, dp_size=1).step(4, 1, 2)
+    (batch,) = Batches(Five(), padded_seq_length=4, dp_rank=0, dp_size=1, vocab_size=9).step(
+        4, 1, 2
+    )
     assert batch["tokens"].tolist() == [[4, 4, 4, 0], [4, 4, 4, 0]]
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3]] * 2

@@ -1,6 +1,7 @@
 """Real training runs of the example: save, resume under the same and another layout, refusals."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,24 +79,96 @@ def test_resuming_repeats_the_run_bit_by_bit(
     assert norms[0] == norms[1]
 
 
+def resume(argv: list[str], copy: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Goes on with a run; before that, what was loaded is saved again as it lies on the ranks.
+
+    Returns the log, and on a single rank the weights as Megatron's model has them.
+    """
+    import dataclasses
+
+    import torch
+    import torch.distributed as dist
+
+    from examples.pretraining import checkpoint, config, preflight, run
+    from tests.megatron.gathering import named_parameters
+
+    options = config.parse(argv).config
+    shape = preflight.check(options, dist.get_world_size())
+    with run.on_device(torch.device("cpu")), run.quiet():
+        trainer = run.prepare(options, shape, torch.device("cpu"))
+        assert (trainer.progress.iteration, trainer.progress.consumed_samples) == (3, 24)
+        elsewhere = dataclasses.replace(options, output=str(copy))
+        parts = trainer.model, trainer.optimizer, trainer.scheduler
+        checkpoint.save(elsewhere, shape, trainer.progress, *parts)
+        chunks = [chunk.module for chunk in trainer.model]
+        weights = {n: p.detach().clone() for n, p in named_parameters(chunks)}
+        assert trainer.train()
+        records = trainer.log.records() if trainer.log is not None else []
+        return records, weights if dist.get_world_size() == 1 else {}
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, whole, and what is common to all, by Megatron's reader."""
+    from megatron.core import dist_checkpointing
+
+    return {
+        **dist_checkpointing.load_plain_tensors(str(path)),
+        **dist_checkpointing.load_common_state_dict(str(path)),
+    }
+
+
+# Megatron files the norms of its local layers under TransformerEngine's names.
+FUSED_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def assert_same_contents(saved: dict[str, Any], copy: dict[str, Any]) -> None:
+    tensors = {name for name, value in saved.items() if hasattr(value, "equal")}
+    weights = {name for name in tensors if not name.startswith("optimizer.")}
+    states = {
+        f"optimizer.state.{state}.{name}"
+        for name in weights
+        for state in ("param", "exp_avg", "exp_avg_sq")
+    }
+    assert len(weights) == 9 and states == tensors - weights and saved.keys() == copy.keys()
+    for name, value in saved.items():
+        assert value.equal(copy[name]) if name in tensors else value == copy[name], name
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    ("ranks", "sizes"),
     [
-        {"ulysses": 2},  # dp 2
-        {"tensor_model": 4},
-        {"pipeline_model": 2, "virtual_pipeline_model": 2, "ulysses": 2},
-        {},  # one rank
+        (8, {"ulysses": 4}),
+        (4, {"tensor_model": 4}),
+        (4, {"pipeline_model": 2, "virtual_pipeline_model": 2, "ulysses": 2}),
+        (1, {}),
     ],
-    ids=["ulysses2-dp2", "tp4", "pp2-interleaved-ulysses2", "one"],
+    ids=["ulysses4-dp2", "tp4", "pp2-interleaved-ulysses2", "one"],
 )
-def test_resuming_under_another_layout_goes_on_at_the_same_sample(
-    finished: tuple[Path, Any], stopped: Path, small_data: Path, sizes: dict[str, int]
+def test_under_another_layout_nothing_changes(
+    finished: tuple[Path, Any],
+    stopped: Path,
+    small_data: Path,
+    tmp_path: Path,
+    ranks: int,
+    sizes: dict[str, int],
 ) -> None:
+    """Weights and Adam's state bit by bit, the same next sample, and the same losses."""
     argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}", *layout(**sizes)]
-    records = run_ranks(4 if sizes else 1, train, argv, timeout=120)[0]
-    assert records[-1]["consumed_samples" if "consumed_samples" in records[-1] else "iteration"]
+    saved = run_ranks(1, contents, stopped / "checkpoints/iter_0000003", timeout=60)[0]
+    records, weights = run_ranks(ranks, resume, argv, tmp_path, timeout=180)[0]
+    copy = run_ranks(1, contents, tmp_path / "checkpoints/iter_0000003", timeout=60)[0]
+    assert_same_contents(saved, copy)
+    for name, weight in weights.items():  # the one rank's model against the file
+        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+        key = name.replace(layer[0], "decoder.layers.") if layer else name
+        for local, fused in FUSED_NAMES.items():
+            key = key.replace(local, fused)
+        assert weight.equal(saved[key][int(layer[1])] if layer else saved[key]), name
     for kind in ("train", "valid"):
-        assert losses(records, kind) == pytest.approx(losses(finished[1], kind), rel=2e-6)
+        assert losses(records, kind) == pytest.approx(losses(finished[1], kind), rel=1e-6)
 
 
 def refuse(argv: list[str]) -> str:
@@ -142,3 +215,53 @@ def test_a_latest_that_names_nothing_is_refused(stopped: Path, small_data: Path)
     for text, message in (("77", "names iteration 77"), ("x", "not the number of an iteration")):
         latest.write_text(text)
         assert message in run_ranks(1, refuse, argv, timeout=60)[0]
+
+
+DROPOUT = [
+    "--model.hidden_dropout=0.1", "--model.attention_dropout=0.1", "--model.num_layers=2",
+    "--training.train_iters=4", "--checkpoint.interval=2", "--evaluation.interval=0",
+]  # fmt: skip
+
+
+def stop_and_go_on(argv: list[str], output: Path, again: list[str]) -> Any:
+    """Losses of 4 steps; those after going on from step 2; random states then and at the start."""
+    import torch
+    import torch.distributed as dist
+
+    from examples.pretraining import checkpoint, config, preflight, run
+    from ulysses_mc.parallel_state import destroy_model_parallel
+
+    def start(where: list[str]) -> Any:
+        destroy_model_parallel()
+        options = config.parse([*argv, *where]).config
+        trainer = run.prepare(options, preflight.check(options, dist.get_world_size()), device)
+        return trainer, torch.get_rng_state()
+
+    device = torch.device("cpu")
+    with run.on_device(device), run.quiet():
+        trainer, fresh = start([f"--output={output}/first"])
+        trainer.train()
+        straight = trainer.log.records() if trainer.log is not None else []
+        (output / "first/checkpoints" / checkpoint.LATEST).write_text("2\n")
+        dist.barrier()
+        load = [f"--output={output}/second", f"--checkpoint.load={output}/first/checkpoints"]
+        trainer, resumed = start([*load, *again])
+        trainer.train()
+        return straight, trainer.log.records() if trainer.log is not None else [], fresh, resumed
+
+
+def test_dropout_goes_on_where_it_was(small_data: Path, tmp_path: Path) -> None:
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", *DROPOUT, *layout(ulysses=2)]
+    results = run_ranks(2, stop_and_go_on, argv, tmp_path / "same", [], timeout=90)
+    straight, went_on = (losses(records) for records in results[0][:2])
+    assert went_on == {n: straight[n] for n in (3, 4)}
+
+
+def test_dropout_under_another_layout_is_neither_repeated_nor_different_by_rank(
+    small_data: Path, tmp_path: Path
+) -> None:
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", *DROPOUT]
+    again = layout(ulysses=2)  # was data parallel
+    results = run_ranks(2, stop_and_go_on, argv, tmp_path / "other", again, timeout=90)
+    (_, _, fresh, resumed), (_, _, _, other) = results
+    assert resumed.equal(other) and not resumed.equal(fresh)

@@ -100,6 +100,7 @@ class WorkerPool:
         timeout: float = TIMEOUT,
         backend: str = "gloo",
         env: dict[str, str] | None = None,
+        grace: float = GRACE,
     ) -> list[Outcome]:
         """One outcome per rank, by rank. Never takes much longer than the imports + `timeout`."""
         payload = pickle.dumps((function, args, kwargs))
@@ -113,7 +114,7 @@ class WorkerPool:
             outcomes = _gather(workers, IMPORT_TIMEOUT)
             if all(isinstance(outcome, str) for outcome in outcomes):
                 _tell(workers, b"go")
-                outcomes = _gather(workers, timeout)
+                outcomes = _gather(workers, timeout, grace)
                 _tell(workers, b"release")
                 self._retire(workers, _gather(workers, GRACE))
             else:  # an import failed; ranks that are ready wait for a "go" that will not come
@@ -160,7 +161,7 @@ def _tell(workers: list[_Worker], message: bytes) -> None:
             worker.connection.send_bytes(message)
 
 
-def _gather(workers: list[_Worker], timeout: float) -> list[Any]:
+def _gather(workers: list[_Worker], timeout: float, grace: float = GRACE) -> list[Any]:
     """One message per worker; in place of a missing one, an outcome that says what happened."""
     pending = {w.connection: r for r, w in enumerate(workers) if not w.connection.closed}
     answers: list[Any] = [Outcome(rank, failure="not running") for rank in range(len(workers))]
@@ -176,7 +177,7 @@ def _gather(workers: list[_Worker], timeout: float) -> list[Any]:
             rank = pending.pop(connection)
             answers[rank] = _receive(connection, rank, workers[rank])
             if isinstance(answers[rank], Outcome) and answers[rank].failure:
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
     return answers
 
 
@@ -234,6 +235,7 @@ def run_ranks(
     env: dict[str, str] | None = None,
     backend: str = "gloo",
     return_exceptions: bool = False,
+    grace: float = GRACE,
     **kwargs: Any,
 ) -> list[Any]:
     """Calls `function(*args, **kwargs)` on every rank of a fresh default group.
@@ -245,6 +247,7 @@ def run_ranks(
         timeout: seconds for all ranks together, without the imports of the test's module.
         env: environment variables for this call alone.
         return_exceptions: gives each failed rank's exception in its place instead of raising.
+        grace: seconds that the other ranks get once one has failed.
 
     Returns:
         What each rank returned, by rank.
@@ -255,7 +258,14 @@ def run_ranks(
         alone if the rank died or did not end in time.
     """
     outcomes = _pool.run(
-        world_size, function, args, kwargs, timeout=timeout, backend=backend, env=env
+        world_size,
+        function,
+        args,
+        kwargs,
+        timeout=timeout,
+        backend=backend,
+        env=env,
+        grace=grace,
     )
     if not return_exceptions:
         _raise_first(outcomes)

@@ -1,0 +1,121 @@
+"""A rank dies by SIGKILL in any phase of a step: the others say who, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("jsonargparse")
+import torch.distributed as dist
+
+from tests.examples.small_run import SMALL, layout
+from tests.examples.test_training import losses, train
+from tests.faults.killing import PHASES, WRITER, Kill, arm, broken_checkpoints
+from tests.support.pool import RankFailure, run_ranks
+
+pytestmark = pytest.mark.megatron
+
+RANKS, SIZES = 4, layout(pipeline_model=2, ulysses=2)
+# One in each phase: `make faults` sets 10.
+SEEDS = range(int(os.environ.get("FAULT_SEEDS", "1")))
+OPTIONS = [*SMALL, *SIZES, "--evaluation.interval=0", "--checkpoint.interval=2",
+           "--training.train_iters=8", "--batch.global_batch_size=4"]  # fmt: skip
+
+
+def watched_train(
+    argv: list[str], kill: Kill | None, messages: Path | None = None
+) -> list[dict[str, Any]]:
+    """One rank, as `pretraining.run.run` has it: a survivor says why and ends."""
+    from examples.pretraining import checkpoint, trainer
+    from examples.pretraining.liveness import RankLost, watched
+
+    if kill is not None and kill.rank == dist.get_rank():
+        arm(kill, {"trainer": trainer, "checkpoint": checkpoint})
+    try:
+        with watched(timeout_minutes=5):
+            return train(argv)
+    except RankLost as lost:
+        assert messages is not None
+        (messages / str(dist.get_rank())).write_text(str(lost))
+        os._exit(1)
+
+
+def kills(seed: int) -> list[Kill]:
+    """One in each phase. Checkpoints are at 2, 4, 6 and 8; each run goes on from the last one."""
+    draw = random.Random(seed)
+    iterations = {"forward": 4, "backward": 4, "optimizer": 4, "save": 8}
+    return [Kill(draw.randrange(RANKS), p, iterations[p], draw.random()) for p in PHASES]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    argv = [*OPTIONS, f"--data.path=[{small_data}/text]"]
+    output = tmp_path_factory.mktemp("uninterrupted")
+    return losses(
+        run_ranks(RANKS, watched_train, [*argv, f"--output={output}"], None, timeout=90)[0]
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killed_in_every_phase(
+    uninterrupted: dict[int, float], small_data: Path, tmp_path: Path, seed: int
+) -> None:
+    argv = [*OPTIONS, f"--data.path=[{small_data}/text]", f"--output={tmp_path}"]
+    for kill in kills(seed):
+        messages = tmp_path / f"{kill.phase}"
+        messages.mkdir()
+        results = run_ranks(
+            RANKS, watched_train, argv, kill, messages, timeout=90, grace=30, return_exceptions=True
+        )
+        for rank, result in enumerate(results):
+            code = -signal.SIGKILL if rank == kill.rank else 1
+            assert isinstance(result, RankFailure)
+            assert f"exit code {code}." in str(result), str(result)
+            if rank != kill.rank:
+                message = (messages / str(rank)).read_text()
+                print(message)
+                assert f"rank {rank}: rank {kill.rank} is missing" in message
+                for name, ranks in shared_groups(rank, kill.rank).items():
+                    assert f"{name} {ranks}" in message
+        assert broken_checkpoints(tmp_path / "checkpoints") == []
+    records = run_ranks(RANKS, watched_train, argv, None, timeout=90)[0]
+    assert losses(records) == uninterrupted
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    expected = [f"iter_{n:07d}" for n in (2, 4, 6, 8)] + ["latest_checkpointed_iteration.txt"]
+    assert names == expected  # nothing half-written is left behind
+
+
+def shared_groups(rank: int, other: int) -> dict[str, list[int]]:
+    """Of pp2 x ulysses2: Ulysses [0, 1] and [2, 3], pipeline [0, 2] and [1, 3]."""
+    groups = {
+        "ulysses": [rank // 2 * 2, rank // 2 * 2 + 1],
+        "pp": [rank % 2, rank % 2 + 2],
+        "all ranks": [0, 1, 2, 3],
+    }
+    return {name: ranks for name, ranks in groups.items() if other in ranks}
+
+
+def test_a_killed_writer_is_no_hang(small_data: Path, tmp_path: Path) -> None:
+    from importlib.metadata import version
+
+    if version("megatron-core") >= "0.19":
+        pytest.skip("this megatron-core writes checkpoints by threads")
+    argv = [*OPTIONS, f"--data.path=[{small_data}/text]", f"--output={tmp_path}"]
+    kill = Kill(2, WRITER, 4, 0.0)
+    results = run_ranks(
+        RANKS, watched_train, argv, kill, tmp_path, timeout=90, grace=30, return_exceptions=True
+    )
+    assert type(results[2]).__name__ == "CheckpointNotWritten"
+    assert "iter_0000004 could not be written: a process that writes it died" in str(results[2])
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], RankFailure)
+        message = (tmp_path / str(rank)).read_text()
+        assert f"rank {rank}: rank 2 failed first, by CheckpointNotWritten: " in message
+    assert broken_checkpoints(tmp_path / "checkpoints") == []
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2\n"
