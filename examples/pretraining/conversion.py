@@ -1,0 +1,204 @@
+"""Checkpoints of this example as Hugging Face Llama models, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ulysses_mc.parallel_state import ParallelConfig, RankGrid, initialize_model_parallel
+
+from . import checkpoint, llama_names, manifest
+from .config import Config, ModelOptions, TrainingOptions
+from .errors import UserError
+from .model import build_chunk, ffn_hidden_size, transformer_config
+from .preflight import RunShape
+from .run import on_device, quiet
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Megatron on this process alone."""
+    cpu = torch.device("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with on_device(cpu), quiet():
+            initialize_model_parallel(ParallelConfig(), use_megatron=True)
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def to_hf(source: Path, target: Path) -> str:
+    """Writes the checkpoint `source` as a Llama into `target`; returns what was done."""
+    from megatron.core import dist_checkpointing
+
+    path = manifest.newest(source) if (source / manifest.LATEST).is_file() else source
+    config, vocab = _saved_config(path)
+    manifest.verify(path)
+    checkpoint.check_metadata(path / ".metadata")
+    table = dist_checkpointing.load_tensors_metadata(str(path))["embedding.word_embeddings.weight"]
+    rows = int(table.global_shape[0])
+    model = _model(config, rows)
+    checkpoint.load_weights(path, [model])
+    options = _llama_options(config, rows)
+    # Megatron's rows beyond the vocabulary take part in its softmax: kept, for equal logits.
+    options["ulysses_mc"] = {"vocab_size": vocab, "iteration": _run(path)["iteration"]}
+    llama = _empty_llama(options, DTYPES[config.training.precision])
+    weights = llama_names.to_llama(_weights(model), options["num_key_value_heads"], _head(config))
+    llama.load_state_dict(weights, strict=False)
+    _check_complete(llama, weights)
+    llama.save_pretrained(target)
+    return f"wrote {target}: {path.name} as a Llama of {llama.num_parameters():,} parameters"
+
+
+def from_hf(source: Path, target: Path) -> str:
+    """Writes the Llama in `source` as a checkpoint of iteration 0 below `target`."""
+    import yaml
+    from transformers import LlamaForCausalLM
+
+    facts = json.loads((source / "config.json").read_text())
+    config = _config_of_llama(facts)
+    llama = LlamaForCausalLM.from_pretrained(source, use_safetensors=True, dtype="auto")
+    precision = {v: k for k, v in DTYPES.items()}.get(llama.dtype)
+    if precision is None:
+        raise UserError(f"{source} holds {llama.dtype} weights; float32 and bfloat16 work")
+    config = dataclasses.replace(config, training=TrainingOptions(precision=precision))
+    model, options = _model(config, facts["vocab_size"]), config.model
+    groups = options.num_query_groups or options.num_attention_heads
+    weights = llama_names.to_megatron(dict(llama.state_dict()), groups, _head(config))
+    if options.share_embeddings_and_output_weights:
+        weights.pop("output_layer.weight", None)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or [name for name in missing if not name.endswith("_extra_state")]:
+        raise UserError(f"{source} is no Llama: lacks {missing}, has {unexpected} besides")
+    state = checkpoint.sharded_weights([model])
+    shape = _shape(config, facts["vocab_size"])
+    path = checkpoint.write(
+        target / "checkpoints", config, shape, checkpoint.Progress(), state, weights_only=True
+    )
+    model_yaml = {k: v for k, v in dataclasses.asdict(options).items() if v is not None}
+    text = yaml.safe_dump({"model": model_yaml, "training": {"precision": precision}})
+    (target / "model.yaml").write_text(text)
+    return f"wrote {path} and {target / 'model.yaml'}"
+
+
+def _run(path: Path) -> dict[str, Any]:
+    try:
+        run: dict[str, Any] = json.loads((path / "run.json").read_text())
+        return run
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a checkpoint of this example: {error!r}") from None
+
+
+def _saved_config(path: Path) -> tuple[Config, int]:
+    """The config that describes a checkpoint's model, and its vocabulary without padding."""
+    run = _run(path)
+    model = ModelOptions(**run["model"], seq_length=run["seq_length"])
+    wrong = {
+        "kind": model.kind == "gpt",
+        "normalization": model.normalization == "RMSNorm",
+        "swiglu": model.swiglu,
+        "position_embedding_type": model.position_embedding_type == "rope",
+        "transformer": set(model.transformer) <= {"kv_channels", "layernorm_epsilon"},
+    }
+    for name, fits in wrong.items():
+        if not fits:
+            raise UserError(f"a Llama has no model.{name} {getattr(model, name)!r}")
+    precision = TrainingOptions(precision=run["precision"])
+    return Config(model=model, training=precision, device="cpu"), int(run["model"]["vocab_size"])
+
+
+def _llama_options(config: Config, rows: int) -> dict[str, Any]:
+    model = config.model
+    return {
+        "vocab_size": rows,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": ffn_hidden_size(config),
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
+        "head_dim": _head(config),
+        "max_position_embeddings": model.seq_length,
+        "rms_norm_eps": model.transformer.get("layernorm_epsilon", 1e-5),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _config_of_llama(facts: dict[str, Any]) -> Config:
+    rope = facts.get("rope_parameters") or {"rope_theta": facts.get("rope_theta", 10000.0)}
+    scaled = facts.get("rope_scaling") or rope.get("rope_type", "default") != "default"
+    for name, fits in {
+        "model_type": facts.get("model_type") == "llama",
+        "hidden_act": facts.get("hidden_act", "silu") == "silu",
+        "attention_bias": not facts.get("attention_bias"),
+        "mlp_bias": not facts.get("mlp_bias"),
+        "rope_parameters": not scaled,
+    }.items():
+        if not fits:
+            raise UserError(f"cannot convert a model with {name} {facts.get(name)!r}")
+    heads, hidden = facts["num_attention_heads"], facts["hidden_size"]
+    transformer: dict[str, Any] = {}
+    if facts.get("head_dim", hidden // heads) != hidden // heads:
+        transformer["kv_channels"] = facts["head_dim"]
+    if facts["rms_norm_eps"] != 1e-5:
+        transformer["layernorm_epsilon"] = facts["rms_norm_eps"]
+    rows = facts["vocab_size"]
+    model = ModelOptions(
+        num_layers=facts["num_hidden_layers"],
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=facts.get("num_key_value_heads") or heads,
+        ffn_hidden_size=facts["intermediate_size"],
+        seq_length=facts["max_position_embeddings"],
+        vocab_size=facts.get("ulysses_mc", {}).get("vocab_size", rows),
+        make_vocab_size_divisible_by=gcd(rows, 128),
+        rotary_base=int(rope["rope_theta"]),
+        share_embeddings_and_output_weights=bool(facts.get("tie_word_embeddings")),
+        transformer=transformer,
+    )
+    return Config(model=model, device="cpu")
+
+
+def _shape(config: Config, rows: int) -> RunShape:
+    length, vocab = config.model.seq_length, config.model.vocab_size or rows
+    return RunShape(RankGrid(ParallelConfig(), 1), 1, 1, length, length, 1, vocab, rows)
+
+
+def _model(config: Config, rows: int) -> torch.nn.Module:
+    megatron = transformer_config(config, torch.device("cpu"))
+    return build_chunk(config, _shape(config, rows), megatron, None)
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _head(config: Config) -> int:
+    model = config.model
+    return int(
+        model.transformer.get("kv_channels") or model.hidden_size // model.num_attention_heads
+    )
+
+
+def _empty_llama(options: dict[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**options)).to(dtype)
+
+
+def _check_complete(llama: Any, weights: dict[str, torch.Tensor]) -> None:
+    tied = {"lm_head.weight"} if llama.config.tie_word_embeddings else set()
+    assert llama.state_dict().keys() - tied == weights.keys() - tied
