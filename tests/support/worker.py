@@ -107,10 +107,17 @@ def _share_gloo_device() -> None:
     own_init = ProcessGroupGloo.__init__
 
     def init(
-        self: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        **more: Any,
     ) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._timeout, options._threads = [device], timeout, 2
+        for name, value in more.items():
+            setattr(options, name, value)
         own_init(self, store, rank, size, options)  # type: ignore[call-overload]
 
     ProcessGroupGloo.__init__ = init  # type: ignore[assignment]
