@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ulysses_mc.layers import check_wired, wire_dropout
 from ulysses_mc.parallel_state import ParallelState
@@ -65,12 +65,14 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         "gradient_accumulation_fusion": False,
         **_recompute(model.recompute),
     }
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    latent = model.transformer.get("multi_latent_attention")  # its ranks are fields of their own
+    kind = MLATransformerConfig if latent else TransformerConfig
+    known = {f.name for f in dataclasses.fields(kind)}
     for name in model.transformer:
         if name not in known:
             raise UserError(unknown_key(name, sorted(known), "field of model.transformer"))
     try:
-        return TransformerConfig(**{**fields, **model.transformer})
+        return kind(**{**fields, **model.transformer})
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model: {error}") from error
 

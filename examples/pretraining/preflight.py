@@ -159,6 +159,10 @@ def accumulation_steps(grid: RankGrid, micro: int, total: int, group: str) -> in
     return total // (micro * data)
 
 
+# Megatron's, in model.transformer: embedding and loss count as a layer each. Both or neither.
+_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
 def _check_model(config: Config, grid: RankGrid) -> None:
     model, tensor = config.model, grid.size("tp")
     heads = model.num_attention_heads
@@ -174,7 +178,9 @@ def _check_model(config: Config, grid: RankGrid) -> None:
     _check_messages(config, grid)
     stages = grid.size("pp") * (config.parallel.virtual_pipeline_model_parallel_size or 1)
     if model.kind == "gpt":
-        _divides(model.num_layers, stages, "model.num_layers", "pipeline stages x chunks")
+        ends = 2 if all(model.transformer.get(name) for name in _ENDS) else 0
+        what = "model.num_layers" + " + embedding + loss" * (ends > 0)
+        _divides(model.num_layers + ends, stages, what, "pipeline stages x chunks")
     elif not model.hybrid_layer_pattern:
         raise UserError("model.kind hybrid needs model.hybrid_layer_pattern, for example '*-*-'")
     if model.seq_length < 1:

@@ -72,7 +72,7 @@ def test_yaml_is_a_config_that_the_example_knows(
     known = example_keys()
     for section, values in config.items():
         if isinstance(values, dict):
-            assert set(values) <= known[section], section
+            assert set(values) <= set(known[section]), section
     file = tmp_path / "planned.yaml"
     file.write_text(text)
     assert main(["explain", str(file), "--ranks", "16", "--gpu", "h100", "--rank", "5"]) == 0
@@ -80,30 +80,39 @@ def test_yaml_is_a_config_that_the_example_knows(
 
 
 def test_keys_of_the_example_config_are_the_examples_own() -> None:
-    from ulysses_mc.planning.example_read import KEYS, OTHER_KEYS
+    """Names, and kinds: a word where the source has Literal, a number where it has int or float."""
+    from ulysses_mc.planning.example_keys import KEYS, TOP, Range
 
     known = example_keys()
-    assert {*KEYS, *OTHER_KEYS} == known["Config"]
+    assert {*KEYS, *TOP} == set(known["Config"])
     for section, keys in KEYS.items():
-        assert set(keys) == known[section], section
+        assert set(keys) == set(known[section]), section
+        for name, kind in keys.items():
+            written = known[section][name].removesuffix(" | None")
+            if isinstance(kind, tuple):
+                assert written == f"Literal{list(kind)}", name
+            elif isinstance(kind, Range):
+                assert written in (("int",) if kind.whole else ("int", "float")), name
+            else:
+                assert written.partition("[")[0] == kind.__name__, name
 
 
-def example_keys() -> dict[str, set[str]]:
-    """Field names of the example's dataclasses by section, read from its source."""
+def example_keys() -> dict[str, dict[str, str]]:
+    """Fields of the example's dataclasses with their types by section, read from its source."""
     from dataclasses import fields
 
     from ulysses_mc.parallel_state import ParallelConfig
 
     tree = ast.parse((ROOT / "examples/pretraining/config.py").read_text())
     classes = {
-        node.name: {s.target.id for s in node.body
-                    if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+        node.name.removesuffix("Options").lower(): {
+            s.target.id: ast.unparse(s.annotation) for s in node.body
+            if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+        }
         for node in tree.body if isinstance(node, ast.ClassDef)
     }  # fmt: skip
-    names = {"ModelOptions": "model", "BatchOptions": "batch", "OptimizerOptions": "optimizer",
-             "TrainingOptions": "training", "Config": "Config"}  # fmt: skip
-    found = {section: classes[name] for name, section in names.items()}
-    return {**found, "parallel": {f.name for f in fields(ParallelConfig)}}
+    parallel = {f.name: str(f.type) for f in fields(ParallelConfig)}
+    return {**classes, "Config": classes["config"], "parallel": parallel}
 
 
 class _Page(HTMLParser):

@@ -11,8 +11,9 @@ from ulysses_mc.head_layout import HeadLayout
 from ulysses_mc.parallel_state import ParallelConfig, RankGrid
 from ulysses_mc.planning import GPUS, PRESETS, RequestError
 from ulysses_mc.planning.example_read import run_from_config
-from ulysses_mc.planning.explain import all_problems, as_dict, as_text, explain
+from ulysses_mc.planning.explain import as_dict, as_text, explain
 from ulysses_mc.planning.run import Run
+from ulysses_mc.planning.run_problems import all_problems
 from ulysses_mc.planning.shapes import layer_shapes
 
 ROOT = Path(__file__).resolve().parents[2]

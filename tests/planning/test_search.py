@@ -73,7 +73,7 @@ def test_what_is_ranked_fits_and_breaks_no_rule() -> None:
     [
         (Setting(tp=3), "32 query heads / tp 3 = 10.7: not whole"),
         (Setting(tp=16), None),  # replicated keys and values: exact
-        (Setting(tp=8, ulysses=8), "fewer than ulysses 8: ulysses 4 x ring 2 instead"),
+        (Setting(tp=8, ulysses=8), "fewer than ulysses 8: ulysses 1 x ring 8 instead"),
         (Setting(pp=5), "32 layers (or 34 with embedding and loss) / pp 5 = 6.4: not whole"),
         (Setting(dp=16), "global batch 8 / dp 16: less than one sample each"),
         (Setting(dp=3), "global batch 8 / dp 3: not whole"),

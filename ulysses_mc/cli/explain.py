@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..planning.example_read import read_yaml
-from ..planning.explain import all_problems, as_dict, as_text, explain
+from ..planning.explain import as_dict, as_text, explain
 from ..planning.hardware import read_gpu
 from ..planning.job import MOST
 from ..planning.megatron_read import read_megatron
 from ..planning.problems import Problem, RequestError, read_text
 from ..planning.run import Run
+from ..planning.run_problems import all_problems
 from ..planning.shell_script import flags_of_script
 from .words import count, whole
 

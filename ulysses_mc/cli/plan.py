@@ -17,6 +17,7 @@ from typing import Any
 
 from ..planning.advice import (
     advice,
+    broken_by_all,
     closest_miss,
     fewest_gpus,
     longest_sequence,
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace, problems: list[Problem]) -> int:
     job = _resized(job, limits, options)
     plan = search(job, limits)
     if not plan.ranked:
-        raise RequestError([impossible(plan, limits)])
+        raise RequestError(broken_by_all(plan) or [impossible(plan, limits)])
     if pick > len(plan.ranked):
         text = f"--pick {pick} of {len(plan.ranked)} settings"
         raise RequestError([Problem(text, "a setting of the list", str(len(plan.ranked)))])

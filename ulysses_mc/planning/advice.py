@@ -11,8 +11,9 @@ from .hardware import GIB
 from .job import Job, Setting
 from .memory import memory
 from .numbers import short
-from .rules import broken_rule
-from .search import Limits, Plan, divisors, fits_any, layouts
+from .problems import Problem
+from .rules import broken_rule, nearest_settings
+from .search import Dropped, Limits, Plan, divisors, fits_any, layouts
 from .traffic import crossover
 
 NO_LIMITS = Limits()
@@ -24,6 +25,7 @@ def advice(plan: Plan) -> list[str]:
     if best is None:
         return []
     return [
+        *_ring_is_megatrons(best, plan),
         *_ring_or_ulysses(best),
         *_tensor_parallel(best, plan),
         *_data_parallel(best, plan),
@@ -38,6 +40,20 @@ def _logits(best: Estimate) -> Iterator[str]:
             f"logits take {share:.0%} of the memory ({best.memory.logits / GIB:.1f} GiB): "
             "--tiled-logits, with a loss in pieces, frees it"
         )
+
+
+def _ring_is_megatrons(best: Estimate, plan: Plan) -> Iterator[str]:
+    """Who runs the best setting: this package has no ring attention."""
+    if best.setting.ring == 1:
+        return
+    ours = next((e for e in plan.ranked if e.setting.ring == 1), None)
+    line = "ring is stock Megatron's (p2p, a2a+p2p), this package has none"
+    if ours is None:
+        yield f"{line}; nothing fits without ring"
+        return
+    place = plan.ranked.index(ours) + 1
+    ratio = ours.seconds / best.seconds
+    yield f"{line}: its best is number {place}, {ours.setting.label()}, {ratio:.2f}x the time"
 
 
 def _ring_or_ulysses(best: Estimate) -> Iterator[str]:
@@ -77,7 +93,11 @@ def _tensor_parallel(best: Estimate, plan: Plan) -> Iterator[str]:
 def _data_parallel(best: Estimate, plan: Plan) -> Iterator[str]:
     plain = next((e for e in plan.ranked if e.setting.cp == 1), None)
     if best.setting.cp == 1:
-        yield "the sequence fits without Ulysses or ring: data parallelism does here"
+        setting = best.setting
+        sizes = {"data": setting.dp, "tensor": setting.tp, "pipeline": setting.pp}
+        kind = next((name for name, size in sizes.items() if size > 1), "")
+        does = f"{kind} parallelism does here" if kind else "one GPU does"
+        yield f"the sequence fits without Ulysses or ring: {does}"
     elif plain is not None:
         ratio = plain.seconds / best.seconds
         would = (
@@ -180,6 +200,21 @@ def _batch_remedy(plan: Plan) -> list[str]:
     least = min(d.setting.dp for d in blocked)
     above = -(-plan.job.global_batch_size // least) * least
     return [f"a global batch of {above}"]
+
+
+def broken_by_all(plan: Plan) -> list[Problem]:
+    """Where every layout breaks a rule, memory aside: a problem for each rule, with what works."""
+    if any(d.reason.kind == "memory" for d in plan.dropped):
+        return []
+    first: dict[str, Dropped] = {}
+    for dropped in plan.dropped:
+        first.setdefault(dropped.reason.kind, dropped)
+    where = f"of {plan.considered} layouts of {plan.job.num_gpus} GPUs none works"
+    return [
+        Problem(f"{where}, as {d.setting.label()}", d.reason.line,
+                nearest_settings(plan.job, d.setting, kind))
+        for kind, d in first.items()
+    ]  # fmt: skip
 
 
 def closest_miss(job: Job, limits: Limits = NO_LIMITS) -> str:

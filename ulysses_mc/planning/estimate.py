@@ -59,9 +59,10 @@ class Estimate:
         if isinstance(layout, Exception):
             return str(layout)
         if self.setting.ulysses == 1:
-            return f"{layout.local_heads} query, {layout.local_kv_heads} KV heads per rank"
+            kv = layout.local_kv_heads
+            return f"{layout.local_heads} query, {kv} KV head{'s' * (kv > 1)} per rank"
         sizes = [len(run) for run in layout.query_heads]
-        shown = f"{sizes[0]} query heads on each of {len(sizes)} ranks"
+        shown = f"{sizes[0]} query head{'s' * (sizes[0] > 1)} on each of {len(sizes)} ranks"
         if len(set(sizes)) > 1:
             shown = f"query heads {','.join(map(str, sizes[:16]))}{',...' * (len(sizes) > 16)}"
             shown += f", {layout.imbalance:.0%} imbalance"

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-from math import ceil
+import json
+from dataclasses import replace
+from math import ceil, lcm
 from pathlib import Path
 from typing import Any
 
+from .example_keys import KEYS, key_problems
 from .fields import Fields
 from .hugging_face import model_problems
+from .megatron_fields import transformer_problems
 from .model import MLAShape, ModelShape, MoEShape
-from .problems import Problem, RequestError
+from .problems import Problem, RequestError, read_text
+from .rules import token_multiple
 from .run import Run
+from .who_runs import OURS
 
-# Sections and the keys of them that are read here; a test holds them against the example's own.
-KEYS = {
-    "parallel": (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "ulysses_parallel_size",
-        "ring_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-        "data_parallel_size", "virtual_pipeline_model_parallel_size", "order",
-        "distributed_timeout_minutes",
-    ),
-    "model": (
-        "kind", "num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
-        "ffn_hidden_size", "seq_length", "vocab_size", "make_vocab_size_divisible_by",
-        "normalization", "swiglu", "position_embedding_type", "rotary_base",
-        "share_embeddings_and_output_weights", "hybrid_layer_pattern", "transformer_impl",
-        "local_attention", "recompute", "attention_dropout", "hidden_dropout", "transformer",
-    ),
-    "batch": ("micro_batch_size", "global_batch_size"),
-    "optimizer": (
-        "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters", "weight_decay",
-        "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
-        "overlap_grad_reduce", "overlap_param_gather",
-    ),
-    "training": ("train_iters", "seed", "precision", "self_check"),
-}  # fmt: skip
-OTHER_KEYS = ("output", "device", "data", "evaluation", "checkpoint", "logging")
 _BYTE_VOCABULARY = 384  # what the example's own byte tokenizer comes to, with its padding
 
 
@@ -55,72 +36,98 @@ def read_yaml(path: str | Path) -> Run:
         )
         raise RequestError([problem]) from None
     rule = "a YAML mapping, as in examples/configs/"
+    text = read_text(path, rule)
     try:
-        data = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         message = " ".join(str(error).split())
         raise RequestError([Problem(f"{path}: {message}", rule)]) from None
     if not isinstance(data, dict):
-        raise RequestError([Problem(f"{path} holds {type(data).__name__}", rule)])
+        what = "nothing" if data is None else f"a {type(data).__name__}"
+        raise RequestError([Problem(f"{path} holds {what}", rule)])
     return run_from_config(data, str(path))
 
 
 def run_from_config(data: dict[str, Any], source: str) -> Run:
     """The run of a config that is already a dict."""
-    problems = _unknown(data, source)
+    problems = key_problems(data, source)
     sections = {}
     for name in KEYS:
         section = data.get(name)
-        if section is not None and not isinstance(section, dict):
-            text = f"{source}: {name} is {section!r}"
-            problems.append(Problem(text, "a section with keys of its own"))
-            section = None
-        sections[name] = Fields(section or {}, f"{source}: {name}")
+        values = section if isinstance(section, dict) else {}
+        sections[name] = Fields(values, f"{source}: {name}")
     transformer = sections["model"].values.get("transformer") or {}
     if not isinstance(transformer, dict):
         text = f"{source}: model.transformer is {transformer!r}"
         problems.append(Problem(text, "fields of Megatron's TransformerConfig"))
         transformer = {}
     extra = Fields(transformer, f"{source}: model.transformer")
-    model = _model(sections["model"], extra, sections["parallel"])
+    extra.problems += transformer_problems(transformer, source)
+    vocabulary, note = _vocabulary(sections["model"], sections["data"])
+    model = _model(sections["model"], extra, sections["parallel"], vocabulary)
     run = _run(sections, extra, model, source)
     found = [*problems, *(p for f in (*sections.values(), extra) for p in f.problems)]
     derived = model.mla is None and "kv_channels" not in transformer
     found += model_problems(model, source, found, derived=derived)
-    return Run(**{**run.__dict__, "problems": tuple(found)})
+    padded = _padded(run)
+    return replace(padded, problems=tuple(found), notes=(*padded.notes, *note))
 
 
-def _unknown(data: dict[str, Any], source: str) -> list[Problem]:
-    problems = []
-    top = (*KEYS, *OTHER_KEYS)
-    for key, value in data.items():
-        if key not in top:
-            problems.append(_unknown_key(source, str(key), top))
-        elif key in KEYS and isinstance(value, dict):
-            names = KEYS[key]
-            strangers = [str(name) for name in value if name not in names]
-            problems += [_unknown_key(source, f"{key}.{n}", names) for n in strangers]
-    return problems
+def _padded(run: Run) -> Run:
+    """The example pads samples to what the token order needs, and leaves the padding out."""
+    try:
+        multiple = token_multiple(run.job(), run.setting())
+    except (RequestError, ZeroDivisionError):  # sizes that are told elsewhere
+        return run
+    padded = -(-run.seq_length // multiple) * multiple
+    if padded == run.seq_length:
+        return run
+    note = (
+        f"samples of {run.seq_length} tokens are padded to {padded}, a multiple of {multiple}; "
+        "the loss leaves the padding out"
+    )
+    return replace(run, seq_length=padded, notes=(*run.notes, note))
 
 
-def _unknown_key(source: str, key: str, known: tuple[str, ...]) -> Problem:
-    near = get_close_matches(key.rpartition(".")[2], known, n=1, cutoff=0.5)
-    return Problem(f"{source}: unknown key {key!r}", "a known key", near[0] if near else "")
+def _vocabulary(model: Fields, data: Fields) -> tuple[int, tuple[str, ...]]:
+    """The vocabulary as the example finds it: the config's own, else that of the data's data.json.
+
+    Returns:
+        Its size, and a note where it had to be assumed.
+    """
+    if model.values.get("vocab_size") is not None:
+        return model.whole("vocab_size", default=_BYTE_VOCABULARY), ()
+    path = data.values.get("path")
+    names = [word for word in path if isinstance(word, str)] if isinstance(path, list) else []
+    prefix = names[0] if names else "runs/data/python_stdlib/text"
+    file = Path(str(data.values.get("description") or Path(prefix).parent / "data.json"))
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"]), ()
+    except (OSError, ValueError, KeyError, TypeError):
+        note = (
+            f"no model.vocab_size and no {file}: a vocabulary of {_BYTE_VOCABULARY} is assumed, "
+            "so embedding and logits may be far larger"
+        )
+        return _BYTE_VOCABULARY, (note,)
 
 
-def _model(model: Fields, extra: Fields, parallel: Fields) -> ModelShape:
+def _model(model: Fields, extra: Fields, parallel: Fields, vocabulary: int) -> ModelShape:
     hidden = model.whole("hidden_size", default=128)
     heads = model.whole("num_attention_heads", default=8)
     swiglu = model.flag("swiglu", default=True)
     usual = ceil(hidden * (8 / 3 if swiglu else 4) / 64) * 64
     ffn = model.whole("ffn_hidden_size", default=usual)
     unit = model.whole("make_vocab_size_divisible_by", default=128)
-    unit *= parallel.whole("tensor_model_parallel_size", default=1)
-    vocabulary = model.whole("vocab_size", default=_BYTE_VOCABULARY)
+    # Not times tp, as in Megatron-LM: the example pads so that its checkpoints fit every tp.
+    unit = lcm(unit, parallel.whole("tensor_model_parallel_size", default=1))
     mla = _mla(extra)
     layers = model.whole("num_layers", default=4)
+    pattern = _pattern(model)
+    if model.values.get("kind") == "hybrid" and pattern:
+        layers = len(pattern)
     norm = model.text("normalization", "RMSNorm", ("RMSNorm", "LayerNorm"))
-    learned = model.text("position_embedding_type", "rope") == "learned_absolute"
+    positions = model.text("position_embedding_type", "rope", ("rope", "learned_absolute", "none"))
+    learned = positions == "learned_absolute"
     head_dim = extra.whole("kv_channels", default=max(hidden // heads, 1))
     if mla:
         head_dim = extra.whole("qk_head_dim", default=128) + mla.rope_head_dim
@@ -142,9 +149,28 @@ def _model(model: Fields, extra: Fields, parallel: Fields) -> ModelShape:
         tied_embeddings=model.flag("share_embeddings_and_output_weights"),
         hidden_dropout=model.number("hidden_dropout", default=0.0) > 0,
         learned_positions=model.whole("seq_length", default=256) if learned else 0,
-        rotary_base=model.number("rotary_base", default=10000.0),
+        rotary_base=model.number("rotary_base", default=10000.0, above=0.0),
         moe=_moe(extra, ffn),
         mla=mla,
+    )
+
+
+def _pattern(model: Fields) -> str:
+    """The letters of a hybrid stack, one a layer."""
+    return str(model.values.get("hybrid_layer_pattern") or "").split("/")[0].replace("|", "")
+
+
+def _hybrid(model: Fields) -> tuple[bool, tuple[str, ...]]:
+    """Whether a hybrid stack holds Mamba layers, and what to know of its numbers."""
+    if model.text("kind", "gpt", ("gpt", "hybrid")) != "hybrid":
+        return False, ()
+    pattern = _pattern(model)
+    if not pattern:
+        text = f"{model.source}: kind hybrid without hybrid_layer_pattern"
+        model.problems.append(Problem(text, "it has a letter for each layer", "'*-*-'"))
+    return "M" in pattern, (
+        "memory and bytes are of GPT layers, each with attention and MLP: hybrid stacks are not "
+        "modelled",
     )
 
 
@@ -152,7 +178,9 @@ def _mla(extra: Fields) -> MLAShape | None:
     if not extra.flag("multi_latent_attention"):
         return None
     return MLAShape(
-        q_lora_rank=extra.whole("q_lora_rank") if extra.values.get("q_lora_rank") else None,
+        q_lora_rank=extra.whole("q_lora_rank", default=512)
+        if extra.values.get("q_lora_rank", 512) is not None
+        else None,
         kv_lora_rank=extra.whole("kv_lora_rank", default=512),
         rope_head_dim=extra.whole("qk_pos_emb_head_dim", default=64),
     )
@@ -179,7 +207,8 @@ def _run(sections: dict[str, Fields], extra: Fields, model: ModelShape, source: 
     given = parallel.values
     precision = sections["training"].text("precision", "fp32", ("fp32", "bf16"))
     impl = fields.text("transformer_impl", "local", ("local", "transformer_engine"))
-    local = fields.text("local_attention", "sdpa", ("spec", "sdpa"))
+    local = fields.text("local_attention", "auto", ("auto", "spec", "sdpa"))
+    mamba, notes = _hybrid(fields)
     sharded = sections["optimizer"].flag("use_distributed_optimizer", default=True)
 
     def optional(name: str) -> int | None:
@@ -208,4 +237,7 @@ def _run(sections: dict[str, Fields], extra: Fields, model: ModelShape, source: 
         kernels="plain" if impl == "local" else "fused",
         dp=optional("data_parallel_size"),
         etp=optional("expert_tensor_parallel_size"),
+        runs_on=OURS,
+        mamba=mamba,
+        notes=notes,
     )

@@ -69,7 +69,7 @@ def _transformer_fields(estimate: Estimate) -> dict[str, Any]:
                    "qk_head_dim": model.head_dim - model.mla.rope_head_dim,
                    "qk_pos_emb_head_dim": model.mla.rope_head_dim,
                    "v_head_dim": model.value_dim}  # fmt: skip
-        fields |= {"q_lora_rank": model.mla.q_lora_rank} if model.mla.q_lora_rank else {}
+        fields["q_lora_rank"] = model.mla.q_lora_rank  # none is not Megatron's default
     elif model.head_dim * model.num_attention_heads != model.hidden_size:
         fields["kv_channels"] = model.head_dim
     if model.linear_bias:
@@ -97,4 +97,6 @@ def _transformer_fields(estimate: Estimate) -> dict[str, Any]:
 
 
 def _scalar(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

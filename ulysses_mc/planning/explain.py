@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..parallel_state import ParallelConfig, ParallelConfigError, RankGrid
+from ..parallel_state import RankGrid
 from .estimate import Estimate
 from .hardware import GIB, GPU
-from .job import Job, head_layout
+from .job import head_layout
 from .memory import stage_layers
 from .numbers import short
-from .problems import Problem, RequestError, check
-from .rules import broken_rules, nearest_settings, token_multiple
+from .problems import check
+from .rules import token_multiple
 from .run import Run
+from .run_problems import all_problems, parallel_config
 from .shapes import TensorShape, layer_shapes
 from .traffic import bytes_per_step
+
+LEGEND = (
+    "  s tokens of a sample, b micro-batch, h hidden, f MLP, V vocabulary; n_q query and n_k KV\n"
+    "  heads of d, on this rank by heads n_q,r and n_k,r; T tensor, P ulysses, R ring"
+)
 
 
 @dataclass(frozen=True)
@@ -27,98 +33,7 @@ class Explanation:
     estimate: Estimate
     rank: int
     shapes: list[TensorShape]
-
-
-def parallel_config(run: Run) -> ParallelConfig:
-    """The run's sizes.
-
-    Raises:
-        ParallelConfigError: every problem of the sizes and the order.
-    """
-    return ParallelConfig(
-        tensor_model_parallel_size=run.tp,
-        pipeline_model_parallel_size=run.pp,
-        ulysses_parallel_size=run.ulysses,
-        ring_parallel_size=run.ring,
-        expert_model_parallel_size=run.ep,
-        expert_tensor_parallel_size=run.etp,
-        data_parallel_size=run.dp,
-        virtual_pipeline_model_parallel_size=run.vpp if run.vpp > 1 else None,
-        order=run.order,
-    )
-
-
-def all_problems(run: Run, gpu: GPU | None = None, rank: int = 0) -> list[Problem]:
-    """Everything that is wrong: values, sizes against each other, heads, layers, batch, memory."""
-    problems = [*run.problems, *run.size_problems()]
-    try:
-        config = parallel_config(run)
-    except ParallelConfigError as error:
-        problems.append(_from_error(error))
-        return problems
-    try:
-        RankGrid(config, run.ranks)
-    except ParallelConfigError as error:
-        problems.append(_from_error(error))
-    if not 0 <= rank < run.ranks:
-        text, rule = f"rank {rank} of {run.ranks} ranks", f"ranks run from 0 to {run.ranks - 1}"
-        problems.append(Problem(text, rule, "--rank 0"))
-    try:
-        job = run.job(gpu)
-    except RequestError as error:
-        return [*problems, *error.problems]
-    unsure = "seq" in " ".join(p.found for p in run.problems)  # said already, and not known
-    for reason in broken_rules(job, run.setting()):
-        if not (reason.kind == "sequence" and unsure):
-            nearest = nearest_settings(job, run.setting(), reason.kind)
-            problems.append(Problem(reason.line, _RULE[reason.kind], nearest))
-    problems += _uneven_stages(run)
-    if not problems and gpu is not None:
-        problems += _memory_problem(job, run)
-    return problems
-
-
-_RULE = {
-    "heads": "tp divides the query heads, and ulysses is at most the heads of a TP rank",
-    "tp": "tp divides the hidden sizes",
-    "layers": "the stages (and their chunks) hold equally many layers",
-    "batch": "the global batch is a whole number of micro-batches on each data-parallel rank",
-    "sequence": "Megatron's token order cuts the sequence into 2 chunks for each cp rank",
-    "experts": "ep divides the experts and the ranks of a stage",
-}
-
-
-def _uneven_stages(run: Run) -> list[Problem]:
-    layers, stages = run.model.num_layers, run.pp * run.vpp
-    if layers % stages == 0 or run.ends_count or stage_layers(run.model, run.setting()) is None:
-        return []
-    return [
-        Problem(
-            f"{layers} layers / {stages} stages and chunks = {layers / stages:.3g}: not whole",
-            _RULE["layers"],
-            "the embedding and the loss counted as a layer each "
-            "(account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split)",
-        )
-    ]
-
-
-def _from_error(error: ParallelConfigError) -> Problem:
-    found = " ".join(" ".join([error.request, error.arithmetic]).split())
-    return Problem(found, " ".join(error.rule.split()).rstrip("."), error.nearest)
-
-
-def _memory_problem(job: Job, run: Run) -> list[Problem]:
-    used = Estimate.of(job, run.setting()).memory
-    if used.total <= job.gpu.memory:
-        return []
-    name, size = max(used.parts().items(), key=lambda part: part[1])
-    return [
-        Problem(
-            f"needs {used.total / GIB:.1f} GiB per GPU ({name} {size / GIB:.1f})",
-            f"{job.gpu.name} has {job.gpu.memory / GIB:.1f} GiB",
-            "ulysses-mc plan finds settings that fit",
-        )
-    ]
+    gpu: GPU | None = None
 
 
 def explain(run: Run, gpu: GPU | None = None, rank: int = 0) -> Explanation:
@@ -136,7 +51,7 @@ def explain(run: Run, gpu: GPU | None = None, rank: int = 0) -> Explanation:
     estimate = Estimate.of(run.job(gpu), run.setting())
     place = grid.coordinates(rank)
     shapes = layer_shapes(run, place["ulysses"], last_stage=place["pp"] == run.pp - 1)
-    return Explanation(run, grid, estimate, rank, shapes)
+    return Explanation(run, grid, estimate, rank, shapes, gpu)
 
 
 # -- for people -----------------------------------------------------------------------------------
@@ -154,10 +69,12 @@ def as_text(explanation: Explanation) -> str:
         _batch(run),
         _heads(run),
         _shapes(explanation),
-        _memory(explanation.estimate),
+        _memory(explanation.estimate, explanation.gpu),
         _bytes(explanation.estimate),
     ]
-    notes = explanation.estimate.notes
+    if explanation.gpu:
+        blocks.append(_time(explanation.estimate))
+    notes = [*explanation.estimate.notes, *run.notes]
     if run.unread:
         notes = [*notes, "not used here: " + " ".join(run.unread)]
     if notes:
@@ -220,15 +137,27 @@ def _shapes(explanation: Explanation) -> str:
         shape = "[" + ", ".join(map(str, tensor.shape)) + "]"
         mebibytes = short(tensor.elements * size / 2**20)
         rows.append([tensor.step, shape, f"[{tensor.meaning}]", mebibytes, tensor.collective])
-    return f"one layer on rank {explanation.rank}\n" + _aligned(rows)
+    return f"one layer on rank {explanation.rank}\n{_aligned(rows)}\n\n{LEGEND}"
 
 
-def _memory(estimate: Estimate) -> str:
+def _memory(estimate: Estimate, gpu: GPU | None) -> str:
     rows = [["memory of the fullest rank", "GiB"]]
     rows += [[name.replace("_", " "), f"{size / GIB:.3f}"] for name, size in
              estimate.memory.parts().items()]  # fmt: skip
     rows.append(["total", f"{estimate.memory.total / GIB:.3f}"])
-    return _aligned(rows)
+    fits = f"\n  fits {gpu.name}: {gpu.memory / GIB:.1f} GiB" if gpu else ""
+    return _aligned(rows) + fits
+
+
+def _time(estimate: Estimate) -> str:
+    parts = {name: s for name, s in estimate.time.parts().items() if s > 0}
+    rows = [[f"step time on {estimate.job.gpu.name}", "s"]]
+    rows += [[name, short(seconds)] for name, seconds in parts.items()]
+    rows.append(["total", short(estimate.seconds)])
+    return (
+        f"{_aligned(rows)}\n  {estimate.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+        f"MFU {estimate.mfu:.1%}"
+    )
 
 
 def _bytes(estimate: Estimate) -> str:
@@ -263,6 +192,7 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
              "collective": t.collective}
             for t in explanation.shapes
         ],
+        "assumed": list(run.notes),
         "accumulation_steps": explanation.estimate.micro_batches,
         **explanation.estimate.as_dict(),
     }  # fmt: skip

@@ -31,7 +31,8 @@ READ = frozenset(
         "num-virtual-stages-per-pipeline-rank", "micro-batch-size", "global-batch-size",
         "recompute-granularity", "recompute-method", "recompute-num-layers",
         "recompute-modules", "fp8-format", "spec", "attention-backend", "transformer-impl",
-        "data-parallel-sharding-strategy",
+        "data-parallel-sharding-strategy", "decoder-first-pipeline-num-layers",
+        "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout",
     ]
 )  # fmt: skip
 # Flags with a value that change nothing here.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -10,6 +9,7 @@ from typing import Any
 
 from .fields import Fields
 from .hugging_face import model_problems
+from .megatron_layout import chunks, context_sizes, hand_made, runs_on
 from .megatron_names import OTHER, READ, SWITCHES
 from .model import MLAShape, ModelShape, MoEShape
 from .problems import Problem
@@ -17,7 +17,6 @@ from .run import Run
 from .shell_script import join_lines
 
 _LAUNCHER = ("nproc_per_node", "nproc-per-node", "nnodes")
-_SPLIT = ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
 
 
 def read_megatron(command: str | Sequence[str], source: str = "command line") -> Run:
@@ -115,7 +114,8 @@ def _model(fields: Fields) -> ModelShape:
     usual = int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
     ffn = fields.whole("ffn-hidden-size", default=max(usual, 1))
     learned = fields.text("position-embedding-type", "learned_absolute") == "learned_absolute"
-    positions = fields.whole("max-position-embeddings", "seq-length", default=1)
+    positions = fields.whole("max-position-embeddings", default=1)
+    positions = max(positions, fields.whole("seq-length", default=1))
     mla = _mla(fields)
     nope = fields.whole("qk-head-dim", default=128) if mla else 0
     return ModelShape(
@@ -187,7 +187,7 @@ def _moe(fields: Fields, ffn: int, layers: int) -> MoEShape | None:
 def _run(fields: Fields, model: ModelShape, source: str, unread: tuple[str, ...]) -> Run:
     tp = fields.whole("tensor-model-parallel-size", default=1)
     pp = fields.whole("pipeline-model-parallel-size", default=1)
-    ulysses, ring = _context(fields)
+    ulysses, ring = context_sizes(fields)
     micro = fields.whole("micro-batch-size", default=1)
     nodes = fields.whole("nnodes", default=1)
     per_node = fields.whole("nproc_per_node", "nproc-per-node", default=0, minimum=0)
@@ -195,6 +195,8 @@ def _run(fields: Fields, model: ModelShape, source: str, unread: tuple[str, ...]
     precision = "fp8" if fields.values.get("fp8-format") else "fp32"
     if precision == "fp32" and (fields.flag("bf16") or fields.flag("fp16")):
         precision = "bf16"
+    # The table of learned positions is as large as it must be: what is wrong with it is told once.
+    positions = fields.whole("max-position-embeddings", default=0, minimum=0)
     etp = fields.whole("expert-tensor-parallel-size", default=tp)
     world = nodes * per_node
     dp = max(world // (tp * pp * ulysses * ring), 1)
@@ -209,7 +211,7 @@ def _run(fields: Fields, model: ModelShape, source: str, unread: tuple[str, ...]
         ulysses=ulysses,
         ring=ring,
         pp=pp,
-        vpp=_chunks(fields, model.num_layers, pp),
+        vpp=chunks(fields, model.num_layers, pp),
         ep=fields.whole("expert-model-parallel-size", default=1),
         etp=etp if etp != tp else None,
         recompute=_recompute(fields),
@@ -222,7 +224,9 @@ def _run(fields: Fields, model: ModelShape, source: str, unread: tuple[str, ...]
         ends_count=fields.flag("account-for-embedding-in-pipeline-split")
         and fields.flag("account-for-loss-in-pipeline-split"),
         unread=unread,
-        problems=tuple(fields.problems),
+        runs_on=runs_on(fields),
+        positions=positions,
+        problems=(*fields.problems, *hand_made(fields)),
     )
 
 
@@ -232,62 +236,6 @@ def _zero_stage(fields: Fields, sharded: bool) -> int:
     if strategy is None:
         return 1 if sharded else 0
     return stages[fields.text("data-parallel-sharding-strategy", "optim", stages)]
-
-
-def _context(fields: Fields) -> tuple[int, int]:
-    """(Ulysses, ring) sizes of Megatron's context-parallel group."""
-    size = fields.whole("context-parallel-size", default=1)
-    kinds = fields.values.get("cp-comm-type") or ["p2p"]
-    ours = any("ulysses_mc" in word for word in fields.values.get("spec") or [])
-    known = ("p2p", "a2a", "allgather", "a2a+p2p")
-    for kind in kinds:
-        if kind not in known:
-            near = get_close_matches(str(kind), known, n=1, cutoff=0.4)
-            text = f"{fields.source}: --cp-comm-type {kind}"
-            fields.problems.append(Problem(text, f"one of {', '.join(known)}", near[0]
-                                           if near else ""))  # fmt: skip
-    if kinds[0] != "a2a+p2p":
-        return (size, 1) if kinds[0] == "a2a" or ours else (1, size)
-    sizes = fields.values.get("hierarchical-context-parallel-sizes") or []
-    if len(sizes) != 2 or not all(re.fullmatch("[1-9][0-9]{0,8}", s) for s in sizes):
-        fields.problems.append(
-            Problem(
-                f"{fields.source}: --cp-comm-type a2a+p2p with "
-                f"--hierarchical-context-parallel-sizes {' '.join(sizes) or '(none)'}",
-                "two sizes, Ulysses and ring",
-                f"--hierarchical-context-parallel-sizes {size} 1",
-            )
-        )
-        return size, 1
-    ulysses, ring = int(sizes[0]), int(sizes[1])
-    if ulysses * ring != size:
-        fields.problems.append(
-            Problem(
-                f"{fields.source}: --hierarchical-context-parallel-sizes {ulysses} {ring}",
-                f"they multiply to --context-parallel-size {size}",
-                f"--context-parallel-size {ulysses * ring}",
-            )
-        )
-    return ulysses, ring
-
-
-def _chunks(fields: Fields, layers: int, pp: int) -> int:
-    """Model chunks of a stage, from either of Megatron's two flags."""
-    if fields.values.get(_SPLIT[1]):
-        return fields.whole(_SPLIT[1])
-    if not fields.values.get(_SPLIT[0]):
-        return 1
-    each, stage = fields.whole(_SPLIT[0]), layers // pp
-    if not stage or stage % each:
-        fields.problems.append(
-            Problem(
-                f"{fields.source}: --{_SPLIT[0]} {each} with {stage} layers on a stage",
-                "the chunks of a stage are of equal size",
-                " or ".join(str(n) for n in range(1, stage + 1) if stage % n == 0),
-            )
-        )
-        return 1
-    return stage // each
 
 
 def _recompute(fields: Fields) -> str:

@@ -139,12 +139,12 @@ def our_spec(model: ModelShape) -> str | None:
 
 def remark(job: Job, setting: Setting) -> str:
     """What to know about the flags of these heads: who can run them. '' if both can."""
+    if setting.ring > 1:
+        return "ring attention is stock Megatron's; plan with --ring 1 for this package's layers"
     layout = head_layout(job.model, setting.tp, setting.ulysses)
     if setting.ulysses == 1 or getattr(layout, "kind", "even") == "even":
         return ""
     kind = getattr(layout, "kind", "")
-    if setting.ring > 1:
-        return f"Megatron's own a2a+p2p refuses {kind} heads, and this package has no ring"
     if our_spec(job.model) is None:
         return f"Megatron's own a2a refuses {kind} heads: build the layers with with_ulysses"
     return f"Megatron's own a2a refuses {kind} heads: --spec is what makes them possible"

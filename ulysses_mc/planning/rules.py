@@ -9,7 +9,9 @@ from typing import Any
 
 from .job import Job, Setting, head_layout
 from .memory import stage_layers
+from .model import ModelShape
 from .problems import either, near
+from .who_runs import ring_and_heads
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _heads(job: Job, setting: Setting) -> Reason | None:
         return Reason("heads", f"{kv} KV heads and tp {tp}: neither divides the other")
     local = heads // tp
     if ulysses > local:
-        split = max(n for n in range(1, local + 1) if ulysses % n == 0)
+        split = max(n for n in range(1, local + 1) if ulysses % n == 0 and _even(model, tp, n))
         return Reason(
             "heads",
             f"{heads} query heads / tp {tp} = {local} per rank, fewer than ulysses {ulysses}: "
@@ -115,7 +117,12 @@ def _heads(job: Job, setting: Setting) -> Reason | None:
         return Reason("heads", str(layout).splitlines()[0])
     if layout.kind == "uneven" and not job.uneven_heads:
         return Reason("heads", head_note(job, setting))
-    return None
+    why = ring_and_heads(model, setting)
+    return Reason("heads", why) if why else None
+
+
+def _even(model: ModelShape, tp: int, ulysses: int) -> bool:
+    return getattr(head_layout(model, tp, ulysses), "kind", "") == "even"
 
 
 def _matrices(job: Job, setting: Setting) -> Reason | None:

@@ -8,6 +8,7 @@ from .hardware import GPU, GPUS
 from .job import Job, Setting
 from .model import ModelShape
 from .problems import Problem, whole_number
+from .who_runs import OURS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,10 @@ class Run:
         ends_count: the embedding and the loss count as a layer each when layers are divided over
             pipeline stages (Megatron's --account-for-embedding-in-pipeline-split and -loss-).
         unread: what was given and is not used here.
+        runs_on: whose layers: this package's, or stock Megatron's.
+        mamba: the stack holds Mamba layers.
+        positions: Megatron's --max-position-embeddings; 0: not given, None: not needed.
+        notes: what a person should know of how this was read.
     """
 
     source: str
@@ -46,6 +51,10 @@ class Run:
     offload_optimizer: bool = False
     ends_count: bool = False
     unread: tuple[str, ...] = ()
+    runs_on: str = OURS
+    mamba: bool = False
+    positions: int | None = None
+    notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = field(default=())
 
     @property

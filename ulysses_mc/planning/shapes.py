@@ -77,26 +77,26 @@ def _attention(run: Run, ulysses_rank: int) -> Iterator[TensorShape]:
         yield TensorShape("compressed key/value", (s, b, latent), "s/(P R), b, rank + rope")
     else:
         yield _whole(run, "QKV product's input")
-        yield TensorShape("mixed QKV", (s, b, h * d + k * (d + v)), "s/(P R), b, (h + 2k) d")
-    yield TensorShape("query", (s, b, h, d), "s/(P R), b, h/T, d")
-    yield TensorShape("key", (s, b, k, d), "s/(P R), b, k/T, d")
-    yield TensorShape("value", (s, b, k, v), "s/(P R), b, k/T, d_v")
+        yield TensorShape("mixed QKV", (s, b, h * d + k * (d + v)), "s/(P R), b, (n_q + 2 n_k) d/T")
+    yield TensorShape("query", (s, b, h, d), "s/(P R), b, n_q/T, d")
+    yield TensorShape("key", (s, b, k, d), "s/(P R), b, n_k/T, d")
+    yield TensorShape("value", (s, b, k, v), "s/(P R), b, n_k/T, d_v")
     if run.ulysses > 1:
         q_r = len(layout.query_heads[ulysses_rank])
         k_r = len(layout.kv_heads[ulysses_rank])
         moved = "exchange over ulysses"
-        yield TensorShape("query by heads", (by_heads, b, q_r, d), "s/R, b, h_r, d", moved)
-        yield TensorShape("key by heads", (by_heads, b, k_r, d), "s/R, b, k_r, d", moved)
-        yield TensorShape("value by heads", (by_heads, b, k_r, v), "s/R, b, k_r, d_v", moved)
+        yield TensorShape("query by heads", (by_heads, b, q_r, d), "s/R, b, n_q,r, d", moved)
+        yield TensorShape("key by heads", (by_heads, b, k_r, d), "s/R, b, n_k,r, d", moved)
+        yield TensorShape("value by heads", (by_heads, b, k_r, v), "s/R, b, n_k,r, d_v", moved)
         expansion = layout.kv_expansion(ulysses_rank)
         if expansion is not None:
-            yield TensorShape("key expanded", (by_heads, b, len(expansion), d), "s/R, b, h_r, d")
+            yield TensorShape("key expanded", (by_heads, b, len(expansion), d), "s/R, b, n_q,r, d")
             yield TensorShape("value expanded", (by_heads, b, len(expansion), v),
-                              "s/R, b, h_r, d_v")  # fmt: skip
-        yield TensorShape("context by heads", (by_heads, b, q_r, v), "s/R, b, h_r, d_v")
-        yield TensorShape("context", (s, b, h * v), "s/(P R), b, h/T d_v", moved)
+                              "s/R, b, n_q,r, d_v")  # fmt: skip
+        yield TensorShape("context by heads", (by_heads, b, q_r, v), "s/R, b, n_q,r, d_v")
+        yield TensorShape("context", (s, b, h * v), "s/(P R), b, n_q/T d_v", moved)
     else:
-        yield TensorShape("context", (s, b, h * v), "s/(P R), b, h/T d_v")
+        yield TensorShape("context", (s, b, h * v), "s/(P R), b, n_q/T d_v")
     yield _residual(run, "attention output", _reduce(run))
 
 

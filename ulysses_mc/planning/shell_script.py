@@ -11,8 +11,8 @@ _USED = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 
 
 def join_lines(command: str) -> str:
-    """Lines that end in a backslash, and all others, as one."""
-    return re.sub(r"\\?\r?\n", " ", command)
+    """Lines that end in a backslash, and all others, as one; lines of comment left out."""
+    return re.sub(r"\\?\r?\n", " ", re.sub(r"(?m)^\s*#.*$", "", command))
 
 
 def flags_of_script(script: str) -> str:
