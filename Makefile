@@ -1,5 +1,6 @@
 # make pretrain    a virtual environment, data, and a training run, from nothing but Python >= 3.10
 # make test        the whole test suite
+# make fuzz        5,000 random attention layers against attention in float64 (FUZZ_DRAWS, FUZZ_SEED)
 # Options: PYTHON=python3.12 VENV=.venv312 CONFIG=examples/configs/....yaml ARGS="--batch...=.."
 
 PYTHON ?= python3
@@ -45,6 +46,10 @@ test: $(VENV)/.installed-$(EXTRAS)
 
 parity: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest tests/megatron/test_parity.py $(TESTS)
+
+fuzz: export FUZZ_DRAWS ?= 5000
+fuzz: $(VENV)/.installed-$(EXTRAS)
+	$(BIN)/python -m pytest -v tests/fuzz $(TESTS)
 
 test-gpu: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest -m gpu $(TESTS)

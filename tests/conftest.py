@@ -15,6 +15,7 @@ _PRELOADED = {
     "megatron": ["megatron.core"],
     "huggingface": ["transformers.models.llama.modeling_llama"],
     "deepspeed": ["deepspeed"],
+    "compiler": ["torch._dynamo"],
 }
 
 

@@ -61,8 +61,11 @@ def sequence_to_heads(
     Raises:
         ParallelConfigError: a tensor does not have the shape that its cut says.
     """
-    if group.size() == 1:
-        return tuple(tensors)
+    if group.size() == 1:  # all is here; at most the layout has the tokens in another order
+        return tuple(
+            tensor if cut.sequence.is_contiguous else cut.sequence.unshard([tensor], 0)
+            for tensor, cut in zip(tensors, cuts, strict=True)
+        )
     for tensor, cut in zip(tensors, cuts, strict=True):
         _check(tensor, cut, group, by_heads=False)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
@@ -91,7 +94,10 @@ def heads_to_sequence(
     that `tensors` have; one that has another is copied first.
     """
     if group.size() == 1:
-        return tuple(tensors)
+        return tuple(
+            tensor if cut.sequence.is_contiguous else cut.sequence.shard(tensor, 0, 0)
+            for tensor, cut in zip(tensors, cuts, strict=True)
+        )
     for tensor, cut in zip(tensors, cuts, strict=True):
         _check(tensor, cut, group, by_heads=True)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)

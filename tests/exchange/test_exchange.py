@@ -115,7 +115,9 @@ def check_one_rank_costs_nothing() -> None:
         )
         attention(query, key, value, causal=True).sum().backward()
     assert (wire.exchanges, copies.bytes) == (0, 0)
-    moved = sequence_to_heads([query, key], [], dist.group.WORLD)
+    layout = SequenceLayout.contiguous(2, 1)
+    cuts = [Cut(layout, (range(n),)) for n in (4, 2)]
+    moved = sequence_to_heads([query, key], cuts, dist.group.WORLD)
     assert moved[0] is query and moved[1] is key
 
 
