@@ -16,12 +16,12 @@ BIN := $(VENV)/bin
 # The pins that are tested for this Python; an empty PINS= takes whatever pip finds.
 PINS ?= $(shell $(PYTHON) -c "import sys; print('requirements/megatron-0.%d.txt' % (19 if sys.version_info >= (3, 12) else 16))")
 
-.PHONY: help pretrain test parity fuzz test-gpu benchmark lint typecheck venv venv-train data clean
+.PHONY: help pretrain test parity fuzz faults test-gpu benchmark lint typecheck venv venv-train data clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "Also: parity, benchmark, lint, typecheck, data, venv, clean"
+	@echo "Also: parity, faults, benchmark, lint, typecheck, data, venv, clean"
 
 # One stamp per set of extras: a broken or interrupted install is done again.
 $(VENV)/.installed-%: pyproject.toml setup.py requirements/*.txt
@@ -50,6 +50,9 @@ parity: $(VENV)/.installed-$(EXTRAS)
 fuzz: export FUZZ_DRAWS ?= 5000
 fuzz: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest -v tests/fuzz $(TESTS)
+
+faults: $(VENV)/.installed-$(EXTRAS)
+	FAULT_SEEDS=10 $(BIN)/python -m pytest tests/faults $(TESTS)
 
 test-gpu: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest -m gpu $(TESTS)

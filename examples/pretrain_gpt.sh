@@ -9,11 +9,14 @@
 # Several nodes: run it on each of them, with the same options and
 #   NNODES=4 NODE_RANK=0..3 MASTER_ADDR=first-node [MASTER_PORT=29500]
 # Ranks per node: NPROC_PER_NODE (default: the number of GPUs, or what the config needs).
+# MAX_RESTARTS=3: after a rank has died, torchrun starts all again; they go on from the checkpoint.
 # SIGTERM: every rank finishes its step, a checkpoint is written, the exit code is 0.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Without it, ranks that are started again (MAX_RESTARTS) meet the addresses of the last attempt.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 python=${PYTHON:-python}
 options=("$@")
 

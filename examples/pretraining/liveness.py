@@ -159,7 +159,8 @@ class Liveness:
                 self._count += 1
                 self.store.set(f"liveness/count/{self.rank}", str(self._count))
                 self._look_at_all()
-            print(f"error: {self._verdict()}", file=sys.stderr, flush=True)
+            silent = f"rank {self.rank}: the next rank was silent for {self.timeout:g} s"
+            print(f"error: {self._verdict() or silent}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _look_at_next(self) -> None:

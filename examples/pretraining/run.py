@@ -121,6 +121,14 @@ def join_process_group(config: Config, device: torch.device) -> None:
         options["device_id"] = device
     if "RANK" not in os.environ:
         options.update(store=dist.HashStore(), rank=0, world_size=1)
+    elif os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun starts ranks again around a store that still holds the last attempt's addresses
+        # (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1, as pretrain_gpt.sh sets it: nodes do
+        # not count attempts alike).
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=options["timeout"]))
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
+        options.update(store=store, rank=rank, world_size=world_size)
     dist.init_process_group(**options)
 
 

@@ -46,6 +46,13 @@ def test_padding_and_samples_beyond_the_end_have_no_weight() -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
 
 
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    batches = Batches(Five(), padded_seq_length=4, dp_rank=0, dp_size=1, vocab_size=3)
+    next(batches.step(0, 1, 2))
+    with pytest.raises(UserError, match="sample 3 holds token 3, the model's vocabulary has 3"):
+        next(batches.step(2, 1, 2))
+
+
 def test_a_cached_index_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     import numpy as np
 

@@ -1,5 +1,6 @@
 """Every damaged .bin/.idx pair is refused by name, with the numbers."""
 
+import random
 import shutil
 import struct
 from pathlib import Path
@@ -80,3 +81,41 @@ def test_unigram_entropy_of_a_known_distribution(tmp_path: Path) -> None:
     np.array([0, 0, 1, 2], np.uint16).tofile(tmp_path / "t.bin")
     tokens = np.memmap(tmp_path / "t.bin", np.uint16, "r")
     assert unigram_entropy(tokens) == pytest.approx(1.5 * np.log(2))
+
+
+def test_a_negative_token_is_named(tmp_path: Path) -> None:
+    write_pair(tmp_path / "text", [3], np.int32, 4)
+    np.array([1, -1, 2], np.int32).tofile(tmp_path / "text.bin")
+    with pytest.raises(UserError, match=r"text\.bin holds token -1"):
+        open_checked(str(tmp_path / "text"), vocab_size=100)
+
+
+def test_random_damage_never_reaches_beyond_the_files(tmp_path: Path) -> None:
+    """Whatever bytes are changed, cut off or added: refused, or still inside the .bin file."""
+    write_pair(tmp_path / "whole", [5, 1, 200, 0, 7])
+    index = (tmp_path / "whole.idx").read_bytes()
+    draw, accepted = random.Random(0), 0
+    for _ in range(500):
+        data = bytearray(index)
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            data[draw.randrange(len(data))] = draw.choice(
+                (0, 1, 127, 128, 255, draw.randrange(256))
+            )
+        size = draw.choice((len(data), len(data), draw.randrange(len(data)), len(data) + 8))
+        (tmp_path / "text.idx").write_bytes(bytes(data[:size]).ljust(size, b"\0"))
+        content = (tmp_path / "whole.bin").read_bytes()
+        (tmp_path / "text.bin").write_bytes(content)
+        try:
+            open_checked(str(tmp_path / "text"))
+        except UserError:
+            continue
+        accepted += 1
+        version, code, sequences, boundaries = struct.unpack_from("<QBQQ", data, 9)
+        lengths = struct.unpack_from(f"<{sequences}i", data, 34)
+        offsets = struct.unpack_from(f"<{sequences}q", data, 34 + 4 * sequences)
+        documents = struct.unpack_from(f"<{boundaries}q", data, 34 + 12 * sequences)
+        width = {1: 1, 2: 1, 3: 2, 8: 2, 4: 4, 5: 8}[code]
+        for length, offset in zip(lengths, offsets, strict=True):
+            assert 0 <= offset <= offset + length * width <= len(content)
+        assert all(0 <= d <= sequences for d in documents) and version == 1
+    assert 0 < accepted < 250  # such as a moved document boundary

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from examples.pretraining.errors import UserError
-from examples.pretraining.safe_load import check_metadata
+from examples.pretraining.safe_load import check_metadata, only_tensors
 
 
 class Evil:
@@ -57,3 +57,17 @@ def test_damage_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match="is refused"):
         check_metadata(tmp_path / ".metadata")
+
+
+def test_an_object_in_a_shard_runs_nothing(tmp_path: Path) -> None:
+    """PyTorch's reader by itself would: that is the second half, and the reason for the first."""
+    import torch.distributed.checkpoint as dcp
+
+    target, folder = tmp_path / "was_run", tmp_path / "checkpoint"
+    dcp.save({"rng": Evil(target)}, checkpoint_id=folder, no_dist=True)
+    check_metadata(folder / ".metadata")
+    with pytest.raises(dcp.CheckpointException, match="Weights only load failed"), only_tensors():
+        dcp.load({"rng": 0}, checkpoint_id=folder, no_dist=True)
+    assert not target.exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    dcp.load({"rng": 0}, checkpoint_id=folder, no_dist=True)
+    assert target.exists()
