@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ..exchange import Cut, heads_to_sequence, sequence_to_heads
 from ..head_layout import HeadLayout
-from ..parallel_state.errors import ParallelConfigError
 from ..sequence_layout import SequenceLayout
 from .checks import (
     check_documents,
+    check_group,
     check_options,
     check_per_head,
     check_qkv,
@@ -34,9 +34,15 @@ _BY_HEAD = {name: -1 for name in _VECTORS} | {name: -3 for name in _MASKS}  # th
 class UlyssesAttention(torch.nn.Module):
     """Attention over the whole sequence, of which every rank of `group` holds a part.
 
+    **Without a `sequence_layout` every rank must hold equally many tokens.** A rank knows its own
+    length only, and asking the others would be one more exchange on every call, so this cannot
+    be checked: over gloo, lengths that differ end the processes ("Received data size doesn't
+    match expected size"); over NCCL they hang or give wrong values. Where lengths differ, or may
+    (s % P != 0), give the layout: `SequenceLayout.contiguous(s, P)` or `.from_lengths([...])`.
+
     Args:
         group: the Ulysses group, e.g. `state.group("ulysses")`.
-        sequence_layout: the tokens of each rank; equally many contiguous ones if None.
+        sequence_layout: the tokens of each rank; equally many contiguous ones if None (see above).
         num_heads, num_kv_heads: heads of the tensors to come, if the head layout shall be
             checked when the module is built.
         local_attention: what runs on whole sequences (see `ulysses_mc.layers.local`).
@@ -45,7 +51,8 @@ class UlyssesAttention(torch.nn.Module):
         transport: see `ulysses_mc.exchange.sequence_to_heads`.
 
     Raises:
-        ParallelConfigError: no group, or heads that do not fit.
+        ParallelConfigError: no group, a group beside ring attention (which there is not yet),
+            a layout for another number of ranks, or heads that do not fit.
     """
 
     def __init__(
@@ -61,13 +68,7 @@ class UlyssesAttention(torch.nn.Module):
         transport: str = "auto",
     ) -> None:
         super().__init__()
-        if not isinstance(group, dist.ProcessGroup):
-            raise ParallelConfigError(
-                f"UlyssesAttention with group={group!r}.",
-                rule="attention over a split sequence needs its process group; without one every "
-                "rank would attend to its own tokens only",
-                nearest='state.group("ulysses") of an initialised ParallelState.',
-            )
+        check_group(group, sequence_layout, kv_sequence_layout)
         self.group = group
         self.sequence_layout = sequence_layout
         self.kv_sequence_layout = kv_sequence_layout or sequence_layout
@@ -93,6 +94,8 @@ class UlyssesAttention(torch.nn.Module):
         joint_key: torch.Tensor | None = None,
         joint_value: torch.Tensor | None = None,
         joint_position: str = "front",
+        sequence_layout: SequenceLayout | None = None,
+        kv_sequence_layout: SequenceLayout | None = None,
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attends to the whole sequence.
@@ -108,6 +111,8 @@ class UlyssesAttention(torch.nn.Module):
             joint_query, joint_key, joint_value: [b, j, h or k, d or d_v], tokens that every rank
                 holds whole; masks and `cu_seqlens` then speak of all j + s tokens.
             joint_position: 'front' or 'rear' of the split tokens.
+            sequence_layout, kv_sequence_layout: of this call alone, as for an evaluation at
+                another length; those of the module if None.
             options: further options of the local attention, given to it as they are:
                 `scale`, `window`, `cu_seqlens` (global), `softcap`, ...; None is not given.
 
@@ -133,7 +138,11 @@ class UlyssesAttention(torch.nn.Module):
         packed = query.dim() == 3
         if packed:  # a batch of one
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        out, joint_out = self._attend(query, key, value, joint, causal, options)
+        layouts = (
+            sequence_layout or self.sequence_layout,
+            kv_sequence_layout or sequence_layout or self.kv_sequence_layout,
+        )
+        out, joint_out = self._attend(query, key, value, layouts, joint, causal, options)
         if packed:
             out = out.squeeze(0)
             joint_out = joint_out if joint_out is None else joint_out.squeeze(0)
@@ -144,6 +153,7 @@ class UlyssesAttention(torch.nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        layouts: tuple[SequenceLayout | None, SequenceLayout | None],
         joint: JointTokens | None,
         causal: bool,
         options: dict[str, Any],
@@ -152,8 +162,12 @@ class UlyssesAttention(torch.nn.Module):
         check_qkv(query, key, value)
         layout = head_layout(query.size(2), key.size(2), self.group.size(), self.uneven_heads)
         heads, kv_heads = layout.query_heads[rank], layout.kv_heads[rank]
-        query_cut = Cut(self._layout(self.sequence_layout, query), layout.query_heads)
-        kv_cut = Cut(self._layout(self.kv_sequence_layout, key), layout.kv_heads)
+        query_layout, kv_layout = (
+            given or equal_lengths(tensor.size(1), self.group.size())
+            for given, tensor in zip(layouts, (query, key), strict=True)
+        )
+        query_cut = Cut(query_layout, layout.query_heads)
+        kv_cut = Cut(kv_layout, layout.kv_heads)
         self._check(query, query_cut, kv_cut, joint, options)
         cut = {name: _cut_heads(name, options[name], heads) for name in _BY_HEAD if name in options}
         options = options | cut
@@ -221,9 +235,6 @@ class UlyssesAttention(torch.nn.Module):
         check_whole_sequence(shape, {name: options.get(name) for name in _MASKS})
         check_per_head(query.size(2), {name: options.get(name) for name in _VECTORS})
         check_documents(options, more + s, more + s_kv)
-
-    def _layout(self, layout: SequenceLayout | None, tensor: torch.Tensor) -> SequenceLayout:
-        return layout or equal_lengths(tensor.size(1), self.group.size())
 
 
 @lru_cache(maxsize=256)

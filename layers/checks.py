@@ -8,10 +8,54 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..batch import document_boundaries
 from ..parallel_state.errors import ParallelConfigError
+from ..parallel_state.initialize import get_parallel_state, model_parallel_is_initialized
+from ..sequence_layout import SequenceLayout
 from . import local
+
+
+def check_group(group: Any, *layouts: SequenceLayout | None) -> None:
+    """Refuses what is no process group, ring attention around it, and layouts for other sizes.
+
+    Raises:
+        ParallelConfigError: on every rank alike.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise ParallelConfigError(
+            f"UlyssesAttention with group={group!r}.",
+            rule="attention over a split sequence needs its process group; without one every "
+            "rank would attend to its own tokens only",
+            nearest='state.group("ulysses") of an initialised ParallelState.',
+        )
+    _check_no_ring(group)
+    for layout in layouts:
+        if layout is not None and layout.group_size != group.size():
+            raise ParallelConfigError(
+                f"UlyssesAttention over a group of {group.size()} ranks with a sequence layout "
+                f"for {layout.group_size}.",
+                rule="the layout says which tokens each rank of the Ulysses group holds",
+                nearest=f"SequenceLayout.contiguous({layout.sequence_length}, {group.size()}).",
+            )
+
+
+def _check_no_ring(group: dist.ProcessGroup) -> None:
+    """Inside a ring the Ulysses group holds a part of the sequence, and would attend to no more."""
+    if not model_parallel_is_initialized():
+        return
+    state = get_parallel_state()
+    ulysses, ring = state.config.ulysses_parallel_size, state.config.ring_parallel_size
+    if ring > 1 and dist.get_process_group_ranks(group) == list(state.ranks("ulysses")):
+        raise ParallelConfigError(
+            f"UlyssesAttention over the Ulysses group of ulysses_parallel_size={ulysses} x "
+            f"ring_parallel_size={ring}.",
+            f"It holds {ulysses} of the {ulysses * ring} parts of a sequence.",
+            "there is no ring attention yet",
+            f"ulysses_parallel_size {ulysses * ring} with ring_parallel_size 1 (fewer heads than "
+            "ranks are exact, too).",
+        )
 
 
 def check_options(local_attention: Callable[..., Any], names: Iterable[str]) -> None:
@@ -89,6 +133,8 @@ def check_whole_sequence(
                 f"The whole sequence has [b, h, s, s_kv] = {list(shape)}.",
                 "masks and biases are over the whole sequence and all heads on every rank, or "
                 "broadcast to them; they are cut with the heads here, not with the tokens before",
+                "the whole tensor on every rank; sequence_layout=... if the ranks hold different "
+                "numbers of tokens.",
             )
         if name == "attention_mask" and tensor.dtype != torch.bool:
             raise ParallelConfigError(

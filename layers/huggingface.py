@@ -144,19 +144,11 @@ def _attend(
     options = {name: option for name, option in options.items() if option is not None}
     _check_options(attention.local_attention, [*options, *(["dropout_p"] if dropout else [])])
     whole.layers += 1
-    attention_of_call = attention
-    if whole.layout is not attention.sequence_layout:
-        attention_of_call = UlyssesAttention(
-            attention.group,
-            whole.layout,
-            local_attention=attention.local_attention,
-            uneven_heads=attention.uneven_heads,
-            transport=attention.transport,
-        )
-    out = attention_of_call(
+    out = attention(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)),  # [b, s_r, h, d]
         causal=whole.causal,
         dropout_p=dropout,
+        sequence_layout=whole.layout,
         **options,
     )
     return out, None

@@ -19,7 +19,7 @@ if (_root / "setup.py").is_file() and (_root / "parallel_state" / "__init__.py")
     __path__.append(str(_root))
 
 if TYPE_CHECKING:
-    from .batch import shard_batch, shift_labels
+    from .batch import cu_seqlens_from_position_ids, shard_batch, shift_labels
     from .gradients import (
         average_replicated_gradients,
         clip_gradients,
@@ -50,6 +50,7 @@ _EXPORTS = {
     "average_replicated_gradients": "gradients",
     "clip_gradients": "gradients",
     "cross_entropy": "loss",
+    "cu_seqlens_from_position_ids": "batch",
     "deepspeed_gradient_divisor": "gradients",
     "gradient_norm": "gradients",
     "linear_cross_entropy": "loss",
@@ -69,6 +70,7 @@ __all__ = [
     "average_replicated_gradients",
     "clip_gradients",
     "cross_entropy",
+    "cu_seqlens_from_position_ids",
     "deepspeed_gradient_divisor",
     "gradient_norm",
     "linear_cross_entropy",

@@ -100,6 +100,52 @@ def document_boundaries(
     return cu if cu[-1] == sequence_length else [*cu, sequence_length]
 
 
+def cu_seqlens_from_position_ids(
+    position_ids: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Document boundaries of packed tokens whose positions restart in every document.
+
+    A position that does not follow the one before it starts a document, so that documents of one
+    token are found, and a document may start at any position. Call it on the whole sequence,
+    before it is cut, and on the CPU where possible: the boundaries are read on the host.
+
+    Args:
+        position_ids: [s], or [b, s] with the same documents in every row.
+        valid: [s] or [b, s], False or 0 for padding (a tokenizer's attention mask). Padding
+            between documents is a document apart; padding at the end lies after the last one,
+            where attention gives 0.
+
+    Returns:
+        [documents + 1], int32 on the CPU, for `shard_batch` and `UlyssesAttention`.
+
+    Raises:
+        ParallelConfigError: the rows hold different documents, or the shapes differ.
+    """
+    length = position_ids.size(-1)
+    rows = position_ids.reshape(-1, length)
+    real = torch.ones_like(rows, dtype=torch.bool)
+    if valid is not None:
+        if valid.size(-1) != length or valid.numel() not in (length, rows.numel()):
+            raise ParallelConfigError(
+                f"position_ids of shape {list(position_ids.shape)} with valid of shape "
+                f"{list(valid.shape)}.",
+                rule="both are over the whole sequence, [s] or [b, s]",
+            )
+        real = valid.reshape(-1, length).bool().expand_as(rows)
+    starts = (rows.diff(dim=1) != 1) & (real[:, 1:] | real[:, :-1])
+    starts |= real[:, 1:] != real[:, :-1]
+    if not bool((starts == starts[:1]).all() & (real == real[:1]).all()):
+        raise ParallelConfigError(
+            f"position_ids of {len(rows)} rows with different documents.",
+            rule="cu_seqlens holds for every row of a batch alike",
+            nearest="the rows packed one after the other into one; or attention_mask=... "
+            "[b, 1, s, s], True within a document.",
+        )
+    inner = (starts[:1].nonzero()[:, 1] + 1).tolist()
+    end = [length] if length and bool(real[0, -1]) else []
+    return torch.tensor([0, *inner, *end], dtype=torch.int32)
+
+
 def shift_labels(
     tokens: torch.Tensor,
     *,
