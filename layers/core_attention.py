@@ -30,6 +30,7 @@ from .inner_core import (
 from .megatron_masks import whole_bias, whole_mask
 from .packed import PackedDocuments, check_shard, documents_of, inside_exchange
 from .sinks import SoftmaxOffset
+from .state_keys import keep_core_keys
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -88,9 +89,11 @@ class UlyssesCoreAttention(MegatronModule):
         self.head_layout = HeadLayout(
             heads, kv_heads, self.group.size(), tensor_size, uneven_heads=uneven_heads
         )
-        # One slot per head of the tensor-parallel rank; None unless the config asks for it.
-        self.softmax_offset = SoftmaxOffset.build(config, self.head_layout.local_heads)
         chosen = resolve_core(core)
+        # One slot per head of the tensor-parallel rank; None unless the config asks for it.
+        self.softmax_offset = SoftmaxOffset.build(
+            config, self.head_layout.local_heads, zeros=chosen.is_transformer_engine
+        )
         self.local_attention: Callable[..., torch.Tensor] | None = chosen.function
         self.inner: torch.nn.Module | None = None
         if chosen.is_megatron:
@@ -110,6 +113,7 @@ class UlyssesCoreAttention(MegatronModule):
             )
         else:
             self.options = local_attention_options(config, layer_number, softmax_scale)
+        keep_core_keys(self)
 
     def forward(
         self,
@@ -198,8 +202,10 @@ class UlyssesCoreAttention(MegatronModule):
         if bias is not None:
             kwargs = dict(kwargs, attention_bias=bias)
         if offset is not None:
-            self.inner.softmax_offset = offset
+            vars(self.inner)["softmax_offset"] = offset
         out: torch.Tensor = self.inner(*tensors, mask, attn_mask_type=mask_type, **kwargs)
+        if offset is not None:  # else the module would hold this call's graph until the next
+            vars(self.inner)["softmax_offset"] = None
         return out.view(s, b, heads, -1)
 
     def _run_local(
@@ -251,14 +257,16 @@ class UlyssesCoreAttention(MegatronModule):
 
         state: dict[str, Any] = {}
         if self.softmax_offset is not None:
-            name = f"{prefix}softmax_offset."
-            state |= self.softmax_offset.sharded_state_dict(name, sharded_offsets, metadata)
-            replace_prefix_for_sharding(state, f"{name}weight", f"{prefix}softmax_offset")
+            key = f"{prefix}softmax_offset"
+            name = f"{key}.weight"
+            whole = self.softmax_offset.sharded_state_dict(f"{key}.", sharded_offsets, metadata)
+            replace_prefix_for_sharding(whole, name, key)
+            state[key] = whole[name]
         if self.inner is not None:
             name = f"{prefix}inner."
             inner = sharded_state_dict_default(self.inner, name, sharded_offsets, metadata)
             replace_prefix_for_sharding(inner, name, prefix)
-            state |= inner
+            state |= {prefix + key.removeprefix(name): value for key, value in inner.items()}
         return state
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from ..head_layout import HeadLayout
 from ..parallel_state.errors import ParallelConfigError
 from .local import sdpa_attention
+from .te_checks import check_transformer_engine
 
 LOCAL_ATTENTIONS: dict[str, Callable[..., torch.Tensor]] = {"sdpa": sdpa_attention}
 
@@ -38,6 +39,10 @@ class Core:
     def module(self) -> type:
         module: type = get_module(self.spec)
         return module
+
+    @property
+    def is_transformer_engine(self) -> bool:
+        return self.is_megatron and _is_transformer_engine(self.module)
 
     def takes(self, name: str) -> bool:
         """Whether the constructor has this argument."""
@@ -77,6 +82,8 @@ def build_inner_core(
     **arguments: Any,
 ) -> torch.nn.Module | None:
     """The core attention for the heads that `rank` holds inside the exchange; None for no head."""
+    if core.is_transformer_engine:
+        check_transformer_engine(config, layout)
     heads = len(layout.query_heads[rank])
     if not heads:
         return None
@@ -94,9 +101,11 @@ def build_inner_core(
     inside.num_query_groups = kv_heads * layout.tensor_model_parallel_size
     inside.context_parallel_size = 1
     inside.cp_comm_type = None
-    if getattr(config, "softmax_type", "vanilla") == "learnable":
+    learnable = getattr(config, "softmax_type", "vanilla") == "learnable"
+    if learnable:
         _check_offset_can_be_given(core)
-        inside.softmax_type = "vanilla"
+        if not core.is_transformer_engine:  # that one has other kernels for it
+            inside.softmax_type = "vanilla"
     channels = {"k_channels": k_channels, "v_channels": v_channels}
     channels = {name: value for name, value in channels.items() if value is not None}
     if channels and not core.takes("v_channels"):
@@ -104,13 +113,17 @@ def build_inner_core(
         # dimension only for its output, which is the value's.
         inside.kv_channels, channels = v_channels, {}
     module: torch.nn.Module = core.build(config=inside, **arguments, **channels)
+    if learnable:
+        # The parameter is the wrapper's, of all heads; this becomes its slice at every call.
+        module._parameters.pop("softmax_offset", None)
+        vars(module)["softmax_offset"] = None
     return module
 
 
 def _check_offset_can_be_given(core: Core) -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    if not issubclass(core.module, DotProductAttention):
+    if not core.is_transformer_engine and not issubclass(core.module, DotProductAttention):
         raise ParallelConfigError(
             f"softmax_type='learnable' with {core.module.__name__} between the exchanges.",
             rule="each rank uses the offsets of its own heads, which this core keeps to itself",
@@ -139,10 +152,14 @@ def check_takes_documents(inner: torch.nn.Module, batch: int) -> None:
         )
 
 
+def _is_transformer_engine(module: type) -> bool:
+    return any(base.__module__.startswith("transformer_engine.") for base in module.__mro__)
+
+
 def ignores_mask(inner: torch.nn.Module, mask_type: Any) -> bool:
     """Whether the core makes its own mask: TransformerEngine's does, unless there is padding."""
-    is_te = any(base.__module__.startswith("transformer_engine") for base in type(inner).__mro__)
-    return is_te and mask_type.name in ("causal", "no_mask", "causal_bottom_right")
+    makes_its_own = mask_type.name in ("causal", "no_mask", "causal_bottom_right")
+    return makes_its_own and _is_transformer_engine(type(inner))
 
 
 def local_attention_options(
@@ -181,6 +198,7 @@ def check_config(config: Any, group: dist.ProcessGroup) -> None:
         "experimental_attention_variant": "attention that reads more than query, key and value",
         "qk_clip": "the largest logit of every head on every rank",
         "log_max_attention_logit": "the largest logit of every head on every rank",
+        "hybrid_context_parallel": "groups that change from batch to batch",
     }
     for name, needs in refused.items():
         value = getattr(config, name, None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 
 class SoftmaxOffset(torch.nn.Module):
@@ -13,21 +14,28 @@ class SoftmaxOffset(torch.nn.Module):
 
     A rank's gradient is zero but for its own heads; Megatron's sum over data- and
     context-parallel ranks then puts each head's gradient where it belongs, once.
+
+    Args:
+        config: TransformerConfig.
+        local_heads: query heads of this tensor-parallel rank.
+        zeros: start from zeros, as TransformerEngine's own, not from `config.init_method`.
     """
 
-    def __init__(self, config: Any, local_heads: int) -> None:
+    def __init__(self, config: Any, local_heads: int, *, zeros: bool = False) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        empty = torch.empty(local_heads, device=device, dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(empty)
-        if config.perform_initialization:
+        initial = torch.zeros(local_heads, device=device, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(initial)
+        # Else the gradient norm would count the heads of the first tensor-parallel rank alone.
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        if config.perform_initialization and not zeros:
             config.init_method(self.weight)
 
     @classmethod
-    def build(cls, config: Any, local_heads: int) -> SoftmaxOffset | None:
+    def build(cls, config: Any, local_heads: int, *, zeros: bool = False) -> SoftmaxOffset | None:
         """None unless `softmax_type` is 'learnable' (a constant offset needs no parameter)."""
         softmax_type = getattr(config, "softmax_type", "vanilla")
-        return cls(config, local_heads) if softmax_type == "learnable" else None
+        return cls(config, local_heads, zeros=zeros) if softmax_type == "learnable" else None
 
     def forward(self, heads: range) -> torch.Tensor:
         return self.weight[heads.start : heads.stop]

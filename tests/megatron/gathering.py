@@ -40,6 +40,7 @@ def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Paramete
             layer = re.match(r"decoder\.layers\.(\d+)", name)
             if layer:
                 name = f"decoder.layers.{numbers[int(layer[1])]}" + name[layer.end() :]
+            name = name.replace("softmax_offset.weight", "softmax_offset")  # the core's own name
             if chunk.share_embeddings_and_output_weights and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"  # the last stage's copy
             yield name, parameter

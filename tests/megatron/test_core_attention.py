@@ -33,6 +33,8 @@ class Case:
     sinks: bool = False
     bounds: tuple[int, ...] | None = None  # packed documents
     value_dim: int = D
+    mask_type: str = "causal"  # Megatron's AttnMaskType
+    tolerance: float = 1e-10
 
     @property
     def ranks(self) -> int:
@@ -42,13 +44,11 @@ class Case:
 def build_core(case: Case, **config: Any) -> Any:
     """The core attention of one layer, as Megatron's attention layers build it."""
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     from ulysses_mc.layers import UlyssesCoreAttention
 
-    core = DotProductAttention if case.core == "DotProductAttention" else case.core
     values = dict(
         num_layers=1,
         hidden_size=case.heads * D,
@@ -59,15 +59,24 @@ def build_core(case: Case, **config: Any) -> Any:
         softmax_type="learnable" if case.sinks else "vanilla",
     )
     return build_module(
-        ModuleSpec(module=UlyssesCoreAttention, params={"core": core}),
+        ModuleSpec(module=UlyssesCoreAttention, params={"core": core_of(case.core)}),
         config=Setting(tp=case.tp, cp=case.cp, config=values | config).transformer_config(),
         layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
+        attn_mask_type=AttnMaskType[case.mask_type],
         attention_type="self",
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         softmax_scale=0.3,
         **({} if case.value_dim == D else dict(k_channels=D, v_channels=case.value_dim)),
     )
+
+
+def core_of(name: str) -> Any:
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if name == "TEDotProductAttention":
+        return transformer_engine.TEDotProductAttention
+    return DotProductAttention if name == "DotProductAttention" else name
 
 
 def whole_inputs(case: Case) -> dict[str, torch.Tensor]:
@@ -151,7 +160,7 @@ def compare(case: Case, core: Any) -> None:
             core.softmax_offset.weight.copy_(inputs["sinks"].chunk(case.tp)[tp_rank])
     out = core(*leaves, mask, **options)
     out.backward(own(inputs["gradient"]).flatten(-2))
-    tolerance = dict(rtol=1e-10, atol=1e-10)
+    tolerance = dict(rtol=case.tolerance, atol=case.tolerance)
     torch.testing.assert_close(out, own(right.out).flatten(-2), **tolerance)
     for leaf, gradient in zip(leaves, (right.query, right.key, right.value), strict=True):
         torch.testing.assert_close(leaf.grad, own(gradient), **tolerance)

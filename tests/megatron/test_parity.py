@@ -38,6 +38,7 @@ FULL_RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+SINKS = {"softmax_type": "learnable", "window_size": (5, 0)}
 LAYER_NORM = {
     "normalization": "LayerNorm",
     "add_bias_linear": True,
@@ -74,6 +75,7 @@ SETTINGS = {
     ),
     "full-recompute-tp2-ulysses2": Setting(tp=2, cp=2, config=GQA | FULL_RECOMPUTE),
     "selective-recompute-ulysses2": Setting(cp=2, config=GQA | SELECTIVE_RECOMPUTE),
+    "sinks-window-tp2-ulysses2": Setting(tp=2, cp=2, config=GQA | SINKS),
 }
 WORLD_SIZES = {"ulysses2-dp2": 4, "ulysses2-dp4-optimizer": 8}
 
@@ -98,14 +100,13 @@ def train(setting: Setting, core: str) -> list[Step]:
 
 
 def spec(config: Any, core: str) -> Any:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
+    from tests.megatron.test_core_attention import core_of
     from ulysses_mc.layers import with_norm, with_ulysses
     from ulysses_mc.layers.specs import gpt_block_local
 
     if core == "stock":
         return local_spec(config)
-    inside = {"sdpa": "sdpa", "megatron": DotProductAttention}[core]
+    inside = core_of(core)
     if config.virtual_pipeline_model_parallel_size:  # a block's spec would be one chunk's
         return with_ulysses(with_norm(local_spec(config)), inside)
     return gpt_block_local(config, core=inside)
@@ -151,5 +152,7 @@ def test_equals_one_rank(name: str) -> None:
 @pytest.mark.parametrize("name", ["ulysses4-replicated-kv", "tp2-ulysses4-uneven"])
 def test_around_megatrons_own_attention(name: str) -> None:
     setting = SETTINGS[name]
-    for steps in run_ranks(setting.tp * setting.cp, train, setting, "megatron", timeout=240):
+    for steps in run_ranks(
+        setting.tp * setting.cp, train, setting, "DotProductAttention", timeout=240
+    ):
         assert_same(reference(name), steps)

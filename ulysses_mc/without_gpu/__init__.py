@@ -5,9 +5,10 @@
 
 Megatron names the device in some two hundred places: `device="cuda"`, `.cuda()`,
 `torch.cuda.current_device()`, streams, events, CUDA random states. Inside the context all of
-these mean the CPU. Where TransformerEngine or apex is installed, their kernels give way to the
-PyTorch code that Megatron itself falls back to. Outside nothing is changed, and where CUDA is
-available the context does nothing at all.
+these mean the CPU. Where TransformerEngine or apex is installed, their optimizer kernels give way
+to the PyTorch code that Megatron itself falls back to, and TransformerEngine's DotProductAttention
+runs by its PyTorch backend; its linear layers and norms have none. Outside nothing is changed, and
+where CUDA is available the context does nothing at all.
 
 Limits: the context holds for the thread that entered it (attributes are replaced for all
 threads, the translation of devices is not); functions under torch.compile run eagerly; overlap
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from .megatron_names import megatron_replacements
+from .te_names import te_replacements
 from .torch_names import CudaMeansCpu, torch_replacements
 
 __all__ = ["megatron_on_cpu"]
@@ -42,7 +44,7 @@ def megatron_on_cpu() -> Iterator[None]:
         yield
         return
     # Listed before the first is made: this imports Megatron, which must not see them then.
-    replacements = [*megatron_replacements(), *torch_replacements()]
+    replacements = [*megatron_replacements(), *torch_replacements(), *te_replacements()]
     with contextlib.ExitStack() as stack:
         for owner, name, value in replacements:
             stack.enter_context(_replaced(owner, name, value))

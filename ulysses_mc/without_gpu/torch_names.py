@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .te_names import asked_by_te
+
 _CPU = torch.device("cpu")
 
 
@@ -31,6 +33,8 @@ class CudaMeansCpu(TorchFunctionMode):
             kwargs["pin_memory"] = False
         if func in _IDENTITIES:
             return args[0]
+        if func == _IS_CUDA and asked_by_te(1):  # its attention takes nothing else
+            return True
         if func is torch.Tensor.to:
             args = tuple(_CPU if _names_cuda(argument) else argument for argument in args)
         elif func is torch.Tensor.record_stream:
@@ -42,6 +46,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 _IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
+_IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 def _is_cuda(device: object) -> bool:
