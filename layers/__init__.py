@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .core_attention import UlyssesCoreAttention
     from .dropout import wire_dropout
     from .huggingface import use_ulysses
+    from .local.flash_backends import explain_backend
     from .norm import Norm
     from .packed import packed_seq_params
     from .rope import wire_rope
@@ -20,6 +21,7 @@ _EXPORTS = {
     "UlyssesAttention": "attention",
     "UlyssesCoreAttention": "core_attention",
     "check_wired": "wiring",
+    "explain_backend": "local.flash_backends",
     "packed_seq_params": "packed",
     "use_ulysses": "huggingface",
     "wire_dropout": "dropout",
@@ -32,6 +34,7 @@ __all__ = [
     "UlyssesAttention",
     "UlyssesCoreAttention",
     "check_wired",
+    "explain_backend",
     "packed_seq_params",
     "use_ulysses",
     "wire_dropout",

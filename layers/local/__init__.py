@@ -7,20 +7,21 @@ A local attention is any callable
 
 that takes as keywords the options it can do: `scale`, `dropout_p`, `window` (left, right),
 `cu_seqlens`, `cu_seqlens_kv`, `attention_mask`, `attention_bias`, `alibi_slopes`, `sinks`,
-`softcap`. An option is passed only if the caller gave it; one that the callable does not take is
-refused before anything is sent.
+`softcap`, `deterministic`. An option is passed only if the caller gave it; one that the callable
+does not take is refused before anything is sent.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .flash import flash_attention
     from .flex import flex_attention
     from .sdpa import sdpa_attention
 
 # Name -> module that defines it; FlexAttention pulls in the compiler only for those who use it.
-_EXPORTS = {"flex_attention": "flex", "sdpa_attention": "sdpa"}
-__all__ = ["flex_attention", "sdpa_attention"]
+_EXPORTS = {"flash_attention": "flash", "flex_attention": "flex", "sdpa_attention": "sdpa"}
+__all__ = ["flash_attention", "flex_attention", "sdpa_attention"]
 
 
 def __getattr__(name: str) -> Any:
