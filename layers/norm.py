@@ -7,10 +7,14 @@ from typing import Any
 import torch
 
 from ..parallel_state.errors import ParallelConfigError
+from .fused import build_norm, norm_in_use
 
 
 class Norm:
-    """Builds the norm that `config.normalization` names: a LayerNorm or an RMSNorm of PyTorch's.
+    """Builds the norm that `config.normalization` names: a LayerNorm or an RMSNorm.
+
+    On GPUs TransformerEngine's or apex's where one is installed, else PyTorch's
+    (`ulysses_mc.layers.fused.norm_in_use` says which and why).
 
     With `config.sequence_parallel` (activations cut along the sequence over tensor-parallel
     ranks) each rank's gradient of the norm's parameters covers its own tokens only. Marked
@@ -32,9 +36,15 @@ class Norm:
                 f"normalization={config.normalization!r}.",
                 rule=f"one of {', '.join(kinds)}",
             )
-        norm = kinds[config.normalization](
-            hidden_size, eps, zero_centered=config.layernorm_zero_centered_gamma
-        )
+        centered = config.layernorm_zero_centered_gamma
+        cuda = torch.cuda.is_available() and not config.use_cpu_initialization
+        choice = norm_in_use(config.normalization, centered, cuda)
+        norm: torch.nn.Module
+        if choice.kind is None:
+            norm = kinds[config.normalization](hidden_size, eps, zero_centered=centered)
+        else:
+            dtype = config.params_dtype
+            norm = build_norm(choice, hidden_size, eps, zero_centered=centered, dtype=dtype)
         for parameter in norm.parameters():
             parameter.data = parameter.data.to(config.params_dtype)
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -49,6 +49,7 @@ def run(config: Config, shape: RunShape) -> int:
 
 def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     """Groups, model, optimizer, data, and the checkpoint to continue from."""
+    from ulysses_mc.layers.fused import adam_in_use
     from ulysses_mc.parallel_state import initialize_model_parallel
 
     from . import checkpoint, random_state, self_check
@@ -68,7 +69,8 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     trainer.say(
         f"{config.model.kind} model with {parameters:,} parameters in {config.training.precision} "
         f"on {device.type} x {dist.get_world_size()}\n{shape.describe()}\n"
-        f"{train_iters} iterations, {train_iters * shape.global_batch_size} samples"
+        f"{train_iters} iterations, {train_iters * shape.global_batch_size} samples\n"
+        f"optimizer: {adam_in_use()}"
     )
     trainer.resume()
     if config.training.self_check:

@@ -99,7 +99,7 @@ def test_backends_and_why_not() -> None:
     assert "ulysses-mc[flash]" in gpu["flash-attn"].why
     half = replace(GPU, packages={**GPU.packages, "flash-attn": "2.8.3"})
     assert "extension" in by_name(half)["flash-attn"].why
-    assert by_name(replace(half, flash_extension=True))["flash-attn"].usable
+    assert by_name(replace(half, flash=(2,)))["flash-attn"].usable
 
 
 def test_what_is_run_or_skipped() -> None:

@@ -75,13 +75,14 @@ def _attention(facts: Facts) -> list[Backend]:
     found = [Backend("attention", "sdpa", not trouble, trouble or where)]
     why = trouble or ("" if gpu else "no GPU: its backward pass does not exist on the CPU")
     found.append(Backend("attention", "flex", not why, why or "CUDA"))
-    if "flash-attn" not in facts.packages:
-        why = "not installed: pip install 'ulysses-mc[flash]' on a machine with CUDA"
-    elif not facts.flash_extension:
+    if facts.flash:
+        why = "" if gpu else "no GPU"
+    elif "flash-attn" in facts.packages:
         why = "installed without its compiled extension"
     else:
-        why = "" if gpu else "no GPU"
-    found.append(Backend("attention", "flash-attn", not why, why or facts.packages["flash-attn"]))
+        why = "not installed: pip install 'ulysses-mc[flash]' on a machine with CUDA"
+    text = f"FlashAttention {', '.join(map(str, facts.flash))}; explain_backend() tells which"
+    found.append(Backend("attention", "flash-attn", not why, why or text))
     return found
 
 

@@ -18,6 +18,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from ..apex import nvidia_apex
+
 DEADLINE = 7.0  # seconds for all probes together
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "deepspeed",
             "transformers", "triton", "numpy", "psutil", "rich", "jsonargparse")  # fmt: skip
@@ -60,7 +62,7 @@ class Facts:
         torch, te: what their imports said; with 'error' if they failed, with 'late' if they did
             not end in time (then torch's files speak); {} if not installed.
         nvidia_apex: apex by its contents: FusedAdam and the extension behind it.
-        flash_extension: flash-attn's compiled part is there.
+        flash: the generations of FlashAttention whose parts are there.
         driver: what nvidia-smi says of the GPUs, '' without it. links: its topology table.
     """
 
@@ -69,7 +71,7 @@ class Facts:
     torch: dict[str, Any] = field(default_factory=dict)
     te: dict[str, Any] = field(default_factory=dict)
     nvidia_apex: bool = False
-    flash_extension: bool = False
+    flash: tuple[int, ...] = ()
     megatron_training: bool = False
     driver: str = ""
     links: str = ""
@@ -98,29 +100,13 @@ def gather(deadline: float = DEADLINE) -> Facts:
         torch=torch,
         te=te if with_te else {},
         nvidia_apex=nvidia_apex(),
-        flash_extension=has_module("flash_attn_2_cuda") or has_module("flash_attn_3"),
+        flash=_flash_generations(),
         megatron_training=_has_folder("megatron", "training"),
         driver=driver,
         links=links,
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         seconds=time.monotonic() - start,
     )
-
-
-def nvidia_apex(search: list[str] | None = None) -> bool:
-    """Whether apex is NVIDIA's: `optimizers` holds FusedAdam. A package of that name is not enough.
-
-    Args:
-        search: folders to look in, None: as Python imports.
-    """
-    for folder in _folders("apex", search):
-        optimizers = folder / "optimizers"
-        init = optimizers / "__init__.py"
-        if (optimizers / "fused_adam.py").is_file():
-            return True
-        if init.is_file() and "FusedAdam" in init.read_text(errors="replace"):
-            return True
-    return False
 
 
 def has_module(name: str) -> bool:
@@ -131,9 +117,17 @@ def has_module(name: str) -> bool:
         return False
 
 
-def _folders(package: str, search: list[str] | None) -> list[Path]:
-    if search is not None:
-        return [Path(folder) / package for folder in search]
+def _flash_generations() -> tuple[int, ...]:
+    """By the compiled extension of 2 and 3 and by the kernels of 4, not by a package's name."""
+    found = {
+        2: has_module("flash_attn_2_cuda"),
+        3: has_module("flash_attn_3") or has_module("flash_attn_interface"),
+        4: _has_folder("flash_attn", "cute"),
+    }
+    return tuple(generation for generation, there in found.items() if there)
+
+
+def _folders(package: str) -> list[Path]:
     try:
         spec = util.find_spec(package)
     except (ImportError, ValueError):
@@ -142,7 +136,7 @@ def _folders(package: str, search: list[str] | None) -> list[Path]:
 
 
 def _has_folder(package: str, inner: str) -> bool:
-    return any((folder / inner).is_dir() for folder in _folders(package, None))
+    return any((folder / inner).is_dir() for folder in _folders(package))
 
 
 def _version(name: str) -> str | None:
@@ -188,7 +182,7 @@ def _finish(process: subprocess.Popen[str], until: float) -> tuple[dict[str, Any
 def _torch_by_its_files(driver: bool) -> dict[str, Any]:
     """What torch's files say of it, where its import takes too long."""
     text = ""
-    for folder in _folders("torch", None):
+    for folder in _folders("torch"):
         file = folder / "version.py"
         text = file.read_text(errors="replace") if file.is_file() else text
     match = re.search(r"^cuda\b[^=]*= '([0-9.]+)'", text, re.MULTILINE)
