@@ -129,7 +129,12 @@ def _spec(name: str) -> ModuleSpec:
     return _SPECS[name]()
 
 
+# Megatron-LM asks by `__import__(module, fromlist=[name])` and then looks into `vars(module)`.
+# Python resolves the names of a fromlist only in what has a path.
+__path__: list[str] = []
+
+
 def __getattr__(name: str) -> Any:
     if name not in _SPECS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _spec(name)
+    return globals().setdefault(name, _spec(name))

@@ -116,8 +116,7 @@ def test_a_spec_without_attention_is_refused() -> None:
 
 @pytest.mark.parametrize("name", sorted(ready._SPECS))
 def test_ready_specs_are_objects(name: str) -> None:
-    """As Megatron-LM's --spec takes them: imported by name, not called."""
-    from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     if "_te" in name and not HAVE_TE:
         with pytest.raises(ParallelConfigError, match="without TransformerEngine"):
@@ -127,7 +126,6 @@ def test_ready_specs_are_objects(name: str) -> None:
     assert isinstance(spec, ModuleSpec)
     assert spec is getattr(ready, name)
     assert all_wired(spec)
-    del import_module
 
 
 # -- check_wired ----------------------------------------------------------------------------
