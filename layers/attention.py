@@ -78,6 +78,9 @@ class UlyssesAttention(torch.nn.Module):
         if num_heads is not None:
             head_layout(num_heads, num_kv_heads or num_heads, group.size(), uneven_heads)
 
+    # Messages and the book-keeping around them are not for the compiler; what runs before and
+    # after them in a compiled model is compiled, once.
+    @torch.compiler.disable
     def forward(
         self,
         query: torch.Tensor,
