@@ -80,7 +80,7 @@ class UlyssesAttention(torch.nn.Module):
 
     # Messages and the book-keeping around them are not for the compiler; what runs before and
     # after them in a compiled model is compiled, once.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         query: torch.Tensor,

@@ -67,7 +67,10 @@ def build_norm(
     if choice.name.startswith("apex"):
         module: torch.nn.Module = choice.kind(size, eps=eps)
         return module.to(device="cuda", dtype=dtype)
-    module = choice.kind(size, eps=eps, zero_centered_gamma=zero_centered, dtype=dtype)
+    device = torch.cuda.current_device()
+    module = choice.kind(
+        size, eps=eps, zero_centered_gamma=zero_centered, dtype=dtype, device=device
+    )
     return module
 
 
