@@ -41,7 +41,7 @@ def restarting_positions(self: SequenceLayout, rank: int, cu_seqlens: Any = None
     return list(range(self.lengths[rank]))
 
 
-def first_replica_only(
+def last_replica_only(
     pieces: list[Any], cut: Cut, like: Tensor, rank: int, batch_first: bool
 ) -> Tensor:
     """As the library's own, but of a replicated head the last rank's gradient alone."""
@@ -77,7 +77,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
         SequenceLayout, "positions", restarting_positions
     ),
     "gradients of replicated heads not summed": lambda: patch.object(
-        transport, "_join_heads", first_replica_only
+        transport, "_join_heads", last_replica_only
     ),
     "tokens in the order they lie": lambda: patch.object(
         ulysses_attention, "Cut", tokens_as_they_lie
