@@ -89,6 +89,7 @@ def on_rank(name: str, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return attend(*local, **CASES[name])
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("name", ["documents", "bias", "softcap and all"])
 def test_inside_ulysses(name) -> None:
     tensors = draw_qkv(2, S, HEADS, KV, d=8)
