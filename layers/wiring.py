@@ -46,6 +46,8 @@ def check_wired(model: Any, state: ParallelState) -> None:
     modules = [item for chunk in chunks for item in chunk.named_modules()]
     _check_attention(modules, ulysses)
     _check_mixers(modules, ulysses)
+    _check_positions(modules, ulysses)
+    _check_latent(modules, config.tensor_model_parallel_size, ulysses)
     _check_dropout(modules, ulysses)
 
 
@@ -99,6 +101,40 @@ def _check_mixers(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> N
             "only softmax attention is exact between the exchanges; Mamba and linear attention "
             "carry a state from token to token",
             "ulysses_parallel_size 1, or a stack of attention layers.",
+        )
+
+
+def _check_positions(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:
+    """T5 and BERT number the tokens of each rank themselves, from 0."""
+    found = [
+        f"{name or 'model'} ({type(module).__name__} with learned_absolute positions)"
+        for name, module in modules
+        if type(module).__name__ in ("T5Model", "BertModel")
+        and getattr(module, "position_embedding_type", None) == "learned_absolute"
+    ]
+    if found:
+        raise _error(
+            found,
+            ulysses,
+            "positions are those of the whole sequence, which this model does not take",
+            "position_embedding_type='rope'.",
+        )
+
+
+def _check_latent(modules: list[tuple[str, torch.nn.Module]], tensor: int, ulysses: int) -> None:
+    """Megatron's own layers lose a gradient there, with and without Ulysses (0.16.1, 0.19.2)."""
+    found = [
+        f"{name}.linear_kv_down_proj (ColumnParallelLinear)"
+        for name, module in modules
+        if type(getattr(module, "linear_kv_down_proj", None)).__name__ == "ColumnParallelLinear"
+    ]
+    if found and tensor > 1:
+        raise _error(
+            found,
+            ulysses,
+            "the heads of all tensor-parallel ranks share the rotary part of the keys, whose "
+            f"gradient this layer does not sum over tensor_model_parallel_size={tensor}",
+            "tensor_model_parallel_size 1.",
         )
 
 

@@ -37,7 +37,7 @@ class Setting:
     tied: bool = False
 
     def initialize(self) -> None:
-        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel(
             self.tp,
@@ -46,6 +46,12 @@ class Setting:
             context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
         )
+        self.seed()
+
+    @staticmethod
+    def seed() -> None:
+        from megatron.core import tensor_parallel
+
         torch.manual_seed(0)
         tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
