@@ -67,6 +67,10 @@ class DataOptions:
     """JSON with vocab_size, end_of_document, padding; default: data.json beside the first path"""
     eod_mask_loss: bool = False
     """leave end-of-document tokens out of the loss"""
+    isolate_documents: bool = False
+    """documents of a sample do not see each other, positions begin anew in each, and its last
+    token predicts nothing (Megatron-LM's --reset-attention-mask, --reset-position-ids and
+    --eod-mask-loss)"""
     cache: str | None = None
     """folder for Megatron's sample indices; default: OUTPUT/data_cache"""
 

@@ -60,7 +60,8 @@ def build_datasets(
         tokenizer=describe_data(config),
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=config.data.eod_mask_loss,
+        # An isolated document's last token would predict the first one of a document unseen.
+        eod_mask_loss=config.data.eod_mask_loss or config.data.isolate_documents,
         create_attention_mask=False,  # of 128K x 128K; the attention is causal anyway
     )
     try:
@@ -96,26 +97,36 @@ class Batches:
         padded_seq_length: s after padding; added tokens have loss_mask 0.
         dp_rank, dp_size: place in the data-parallel group.
         vocab_size: of the model.
+        isolate_at: token after which a new document begins, to be kept apart; None: no isolation.
 
     A sample beyond the end of the dataset is a copy of the last one with loss_mask 0, so that an
     evaluation may end in the middle of a batch.
     """
 
     def __init__(
-        self, dataset: Any, padded_seq_length: int, dp_rank: int, dp_size: int, vocab_size: int
+        self,
+        dataset: Any,
+        padded_seq_length: int,
+        dp_rank: int,
+        dp_size: int,
+        vocab_size: int,
+        isolate_at: int | None = None,
     ) -> None:
         self.dataset, self.length = dataset, padded_seq_length
-        self.dp_rank, self.dp_size, self.vocab_size = dp_rank, dp_size, vocab_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.vocab_size, self.isolate_at = vocab_size, isolate_at
 
     def step(
         self, consumed: int, accumulation_steps: int, micro_batch_size: int
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields the accumulation_steps micro-batches of one step, each value [b, s]."""
+        """Yields the accumulation_steps micro-batches of one step, each value [b, s]; with
+        isolated documents [1, b x s], and their `cu_seqlens`."""
         for numbers in microbatch_samples(
             consumed, accumulation_steps, micro_batch_size, self.dp_rank, self.dp_size
         ):
             samples = [self.sample(n) for n in numbers]
-            yield {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+            batch = {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+            yield batch if self.isolate_at is None else in_one_row(batch, self.isolate_at)
 
     def sample(self, number: int) -> dict[str, torch.Tensor]:
         inside = number < len(self.dataset)
@@ -145,3 +156,18 @@ def _check_tokens(tokens: torch.Tensor, number: int, vocab_size: int) -> None:
             f"sample {number} holds token {low if low < 0 else high}, the model's vocabulary has "
             f"{vocab_size}: the data are damaged, or were made with another tokenizer"
         )
+
+
+def in_one_row(batch: dict[str, torch.Tensor], end_of_document: int) -> dict[str, torch.Tensor]:
+    """[b, s] -> [1, b x s] with the `cu_seqlens` of its documents, none of which sees another.
+
+    A document ends with `end_of_document`, or with the sample; padding belongs to the last one,
+    where it comes last and is seen by nothing.
+    """
+    samples, length = batch["tokens"].shape
+    row = batch["tokens"].flatten()
+    ends = {int(i) + 1 for i in (row == end_of_document).nonzero()}
+    cu = sorted({0, *ends, *range(length, samples * length + 1, length)})
+    flat = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+    del flat["position_ids"]  # those within documents are made when the batch is cut
+    return {**flat, "cu_seqlens": torch.tensor(cu, dtype=torch.int32)}

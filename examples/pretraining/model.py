@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from ulysses_mc.layers import check_wired, wire_dropout
+from ulysses_mc.layers import check_wired, wire_dropout, wire_rope
 from ulysses_mc.parallel_state import ParallelState
 
 from .config import Config, unknown_key
@@ -151,6 +151,8 @@ def build_model(
     for stage in range(chunks) if chunks else [None]:
         chunk = build_chunk(config, shape, megatron, stage).to(device)
         wire_dropout(chunk)
+        if config.data.isolate_documents:
+            wire_rope(chunk)
         if config.training.precision == "bf16":
             chunk = Float16Module(megatron, chunk)
         model.append(

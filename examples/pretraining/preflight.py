@@ -176,6 +176,14 @@ def _check_model(config: Config, grid: RankGrid) -> None:
         )
     _divides(heads, groups, "model.num_attention_heads", "model.num_query_groups")
     _check_messages(config, grid)
+    if config.data.isolate_documents and (model.transformer_impl, model.local_attention) == (
+        "local",
+        "spec",
+    ):
+        raise UserError(
+            "data.isolate_documents with Megatron's DotProductAttention, which cannot keep "
+            "documents apart: set model.local_attention auto or sdpa"
+        )
     stages = grid.size("pp") * (config.parallel.virtual_pipeline_model_parallel_size or 1)
     if model.kind == "gpt":
         ends = 2 if all(model.transformer.get(name) for name in _ENDS) else 0

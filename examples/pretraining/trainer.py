@@ -16,7 +16,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from ulysses_mc import SequenceLayout, shard_batch
 from ulysses_mc.loss import masked_sum
 from ulysses_mc.parallel_state import ParallelState
 
@@ -27,7 +26,8 @@ from .data import Batches
 from .log import RunLog
 from .measure import measure
 from .model import build_scheduler
-from .preflight import RunShape, accumulation_steps
+from .preflight import RunShape, accumulation_steps, describe_data
+from .shard import local_part
 
 Batch = dict[str, torch.Tensor]
 
@@ -84,6 +84,8 @@ class Trainer:
         self, batches: list[Iterator[Batch]], steps: int, micro: int, length: int, *, train: bool
     ) -> StepResult:
         """Runs `steps` micro-batches of `micro` samples of `length` tokens through the pipeline."""
+        if self.config.data.isolate_documents:  # which stand in one row
+            micro, length = 1, micro * length
         reports = get_forward_backward_func()(
             forward_step_func=self.forward_step,
             data_iterator=batches if len(batches) > 1 else batches[0],
@@ -97,18 +99,27 @@ class Trainer:
         return self.total([r["lm loss"] for r in reports])
 
     def forward_step(self, batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
-        batch = self.local_part(next(batches))
+        batch, documents = local_part(next(batches), self.state, self.device)
         output = chunk(
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"]
+            batch["tokens"],
+            batch["position_ids"],
+            None,
+            labels=batch["labels"],
+            packed_seq_params=documents,
         )  # last stage: loss of each token, [b, s/P]
         return output, partial(sum_of_losses, batch["loss_mask"])
 
-    def local_part(self, batch: Batch) -> Batch:
-        """This rank's tokens of a batch, in Megatron's token order, on its device."""
-        length, ranks = batch["tokens"].size(1), self.state.world_size("cp")
-        make = SequenceLayout.zigzag if ranks > 1 else SequenceLayout.contiguous
-        part = shard_batch(batch, make(length, ranks), self.state.rank("cp"))
-        return {k: v.to(self.device, non_blocking=True) for k, v in part.items()}
+    def source(self, dataset: Any, length: int) -> Batches:
+        """The micro-batches of this rank, of samples padded to `length`."""
+        shape, isolate = self.shape, self.config.data.isolate_documents
+        return Batches(
+            dataset,
+            length,
+            self.state.rank("dp"),
+            shape.data_parallel_size,
+            shape.vocab_size,
+            describe_data(self.config).eod if isolate else None,
+        )
 
     def total(self, reports: list[torch.Tensor]) -> StepResult:
         """Sum of losses over sum of tokens, over micro-batches, data and Ulysses ranks.
@@ -152,13 +163,7 @@ class Trainer:
     def next_batches(self) -> list[Iterator[Batch]]:
         """Of the next step; one iterator per model chunk: in an interleaved pipeline each asks for
         every batch."""
-        source = Batches(
-            self.train_data,
-            self.shape.padded_seq_length,
-            self.state.rank("dp"),
-            self.shape.data_parallel_size,
-            self.shape.vocab_size,
-        )
+        source = self.source(self.train_data, self.shape.padded_seq_length)
         micro = self.config.batch.micro_batch_size
         return [
             source.step(self.progress.consumed_samples, self.shape.accumulation_steps, micro)
@@ -173,13 +178,7 @@ class Trainer:
         steps = accumulation_steps(shape.grid, micro, total, "evaluation")
         length = options.seq_length or self.config.model.seq_length
         length = -(-length // shape.token_multiple) * shape.token_multiple
-        source = Batches(
-            self.valid_data,
-            length,
-            self.state.rank("dp"),
-            shape.data_parallel_size,
-            shape.vocab_size,
-        )
+        source = self.source(self.valid_data, length)
         loss, tokens = 0.0, 0
         with self.evaluating():
             for step in range(min(options.iters, -(-len(self.valid_data) // total))):

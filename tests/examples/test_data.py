@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from examples.pretraining.data import Batches, microbatch_samples, refuse_pickled_arrays
+from examples.pretraining.data import (
+    Batches,
+    in_one_row,
+    microbatch_samples,
+    refuse_pickled_arrays,
+)
 from examples.pretraining.errors import UserError
 
 
@@ -61,3 +66,27 @@ def test_a_cached_index_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "bad.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(UserError, match=r"bad\.npy holds pickled objects"):
         refuse_pickled_arrays(tmp_path)
+
+
+@pytest.mark.megatron
+def test_documents_are_where_megatron_would_reset_mask_and_positions() -> None:
+    """Of two samples, one with its end-of-document tokens at the edges, by Megatron's own rule."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    from ulysses_mc import SequenceLayout, shard_batch
+
+    tokens = torch.tensor([[0, 5, 6, 0, 7, 8, 9, 0], [3, 4, 0, 0, 2, 2, 2, 1]])
+    batch = {"tokens": tokens, "position_ids": torch.arange(8).expand(2, 8)}
+    row = in_one_row(batch, 0)
+    assert row["cu_seqlens"].tolist() == [0, 1, 4, 8, 11, 12, 16]
+    positions = shard_batch(row, SequenceLayout.contiguous(16, 1), 0)["position_ids"][0]
+    documents = torch.bucketize(torch.arange(16), row["cu_seqlens"][1:], right=True)
+    for sample in range(2):
+        mask, _, expected = _get_ltor_masks_and_position_ids(
+            tokens[sample], 0, True, True, False, True
+        )
+        own = slice(8 * sample, 8 * sample + 8)
+        assert torch.equal(positions[own], expected)
+        same = documents[own, None] == documents[None, own]
+        assert torch.equal(mask[0], ~(same & torch.ones(8, 8, dtype=torch.bool).tril()))

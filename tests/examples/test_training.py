@@ -265,3 +265,15 @@ def test_dropout_under_another_layout_is_neither_repeated_nor_different_by_rank(
     results = run_ranks(2, stop_and_go_on, argv, tmp_path / "other", again, timeout=90)
     (_, _, fresh, resumed), (_, _, _, other) = results
     assert resumed.equal(other) and not resumed.equal(fresh)
+
+
+def test_isolated_documents_train_alike_under_any_layout(small_data: Path, tmp_path: Path) -> None:
+    """Samples of 30 tokens, padded to 32 where cut. Stages draw their own weights: two of each."""
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", "--data.isolate_documents=true"]
+    found = []
+    for world, sizes in ((2, {}), (8, {"tensor_model": 2, "ulysses": 2})):
+        options = [*argv, f"--output={tmp_path / str(world)}", "--checkpoint.interval=0"]
+        options += layout(pipeline_model=2, **sizes)
+        found.append(run_ranks(world, train, options, timeout=120)[0])
+    for kind in ("train", "valid"):
+        assert losses(found[1], kind) == pytest.approx(losses(found[0], kind), rel=2e-6)
