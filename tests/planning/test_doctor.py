@@ -36,7 +36,7 @@ def by_name(facts: Facts) -> dict[str, Backend]:
 def test_on_this_machine_in_under_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
     facts = gather()
-    assert time.monotonic() - start < 9
+    assert time.monotonic() - start < 9 and facts.seconds < 9
     assert facts.packages.get("torch")
     assert by_name(facts)["gloo"].usable
     assert "known bad combinations" in as_text(facts)
@@ -71,6 +71,27 @@ def test_a_torch_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert facts.torch["late"] and facts.seconds < 5
     assert by_name(facts)["gloo"].usable
     assert any("did not end in time" in line for line in bad_combinations(facts))
+
+
+def test_an_nvidia_smi_that_hangs_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(probes, "_IMPORTS", "import time; time.sleep(60)")
+    facts = gather(deadline=1.0)
+    # Side by side: three probes that hang take the time of one.
+    assert facts.driver_late and facts.torch["late"] and facts.seconds < 5
+    assert any("nvidia-smi did not answer" in line for line in bad_combinations(facts))
+
+
+def test_what_an_import_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that outlives its parent would hold the pipe open."""
+    code = "import subprocess; subprocess.run(['sleep', '60'])"
+    monkeypatch.setattr(probes, "_IMPORTS", code)
+    assert gather(deadline=1.0).seconds < 5
 
 
 def test_apex_is_known_by_its_contents_not_its_name(tmp_path: Path) -> None:

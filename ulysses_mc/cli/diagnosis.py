@@ -143,6 +143,8 @@ def bad_combinations(facts: Facts) -> list[str]:
             "torch's import did not end in time (an overloaded machine, or a slow disk): what "
             "is said of its backends is by its files"
         )
+    if facts.driver_late:
+        found.append("nvidia-smi did not answer in time: GPUs and links are as torch sees them")
     if facts.packages.get("apex") and not facts.nvidia_apex:
         found.append(
             "the installed apex is an unrelated package of the same name: Megatron may try to "

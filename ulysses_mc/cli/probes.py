@@ -10,9 +10,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 
 from ..apex import nvidia_apex
 
-DEADLINE = 7.0  # seconds for all probes together
+DEADLINE = 4.0  # seconds; the probes run side by side, and an overloaded machine doubles the rest
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "deepspeed",
             "transformers", "triton", "numpy", "psutil", "rich", "jsonargparse")  # fmt: skip
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS",
@@ -64,6 +66,7 @@ class Facts:
         nvidia_apex: apex by its contents: FusedAdam and the extension behind it.
         flash: the generations of FlashAttention whose parts are there.
         driver: what nvidia-smi says of the GPUs, '' without it. links: its topology table.
+        driver_late: nvidia-smi did not answer in time.
     """
 
     python: tuple[int, int, int]
@@ -74,6 +77,7 @@ class Facts:
     flash: tuple[int, ...] = ()
     megatron_training: bool = False
     driver: str = ""
+    driver_late: bool = False
     links: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -90,7 +94,7 @@ def gather(deadline: float = DEADLINE) -> Facts:
     packages = {name: version for name in PACKAGES if (version := _version(name))}
     with_te = "transformer-engine" in packages or has_module("transformer_engine")
     process = _start(_IMPORTS, ["te"] if with_te else []) if "torch" in packages else None
-    driver, links = _nvidia()
+    driver, links, driver_late = _nvidia(deadline)
     torch, te = _finish(process, start + deadline) if process else ({}, {})
     if torch.get("late"):
         torch |= _torch_by_its_files(bool(driver))
@@ -103,6 +107,7 @@ def gather(deadline: float = DEADLINE) -> Facts:
         flash=_flash_generations(),
         megatron_training=_has_folder("megatron", "training"),
         driver=driver,
+        driver_late=driver_late,
         links=links,
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         seconds=time.monotonic() - start,
@@ -151,6 +156,7 @@ def _start(code: str, arguments: list[str]) -> subprocess.Popen[str] | None:
         return subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,  # imports start programs too: all of them end together
         )  # fmt: skip
     except OSError:
         return None
@@ -163,9 +169,9 @@ def _finish(process: subprocess.Popen[str], until: float) -> tuple[dict[str, Any
     try:
         out, err = process.communicate(timeout=wait)
     except subprocess.TimeoutExpired:
-        process.kill()
         late = True
-        out, err = process.communicate()
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = _what_is_left(process)
     found: list[dict[str, Any]] = []
     for line in out.splitlines():
         try:
@@ -177,6 +183,14 @@ def _finish(process: subprocess.Popen[str], until: float) -> tuple[dict[str, Any
     missing = {"late": True} if late else {"error": reason}
     found += [dict(missing) for _ in range(2 - len(found))]
     return found[0], found[1]
+
+
+def _what_is_left(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """The output of a killed process; nothing if it hangs where no signal reaches it."""
+    try:
+        return process.communicate(timeout=1)
+    except subprocess.TimeoutExpired:
+        return "", ""
 
 
 def _torch_by_its_files(driver: bool) -> dict[str, Any]:
@@ -191,18 +205,24 @@ def _torch_by_its_files(driver: bool) -> dict[str, Any]:
             "cuda": build is not None and driver, "nccl_version": None, "gpus": []}  # fmt: skip
 
 
-def _nvidia() -> tuple[str, str]:
-    """nvidia-smi's list of GPUs with the driver, and its topology."""
+def _nvidia(deadline: float) -> tuple[str, str, bool]:
+    """nvidia-smi's list of GPUs with the driver, its topology, and whether either came too late."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return "", ""
+        return "", "", False
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    return _output([program, *query]), _output([program, "topo", "-m"])
+    commands = ([program, *query], [program, "topo", "-m"])
+    with ThreadPoolExecutor(len(commands)) as pool:
+        driver, links = pool.map(lambda command: _output(command, deadline), commands)
+    return driver or "", links or "", driver is None or links is None
 
 
-def _output(command: list[str]) -> str:
+def _output(command: list[str], deadline: float) -> str | None:
+    """What a program prints; '' if it fails, None if it takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline)
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
