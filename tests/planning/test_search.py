@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ulysses_mc.head_layout import HeadLayout
-from ulysses_mc.planning import GPUS, PRESETS, Job, Limits, Setting, search
+from ulysses_mc.planning import GPUS, PRESETS, Estimate, Job, Limits, Setting, search
+from ulysses_mc.planning import estimate as estimates
 from ulysses_mc.planning.advice import fewest_gpus, longest_sequence, remedies, why_slower
+from ulysses_mc.planning.hardware import GIB
 from ulysses_mc.planning.memory import memory
 from ulysses_mc.planning.rules import broken_rule, head_note
-from ulysses_mc.planning.search import layouts
+from ulysses_mc.planning.search import CHUNKS, MICRO_BATCHES, layouts
+from ulysses_mc.planning.timing import step_time
 
 
 def job(model: str = "llama-3.1-8b", **changes: object) -> Job:
@@ -135,3 +142,63 @@ def test_limits_are_kept() -> None:
     plan = search(job(num_gpus=16), Limits(tp=2, ulysses=4))
     assert plan.ranked
     assert {(e.setting.tp, e.setting.ulysses) for e in plan.ranked} == {(2, 4)}
+
+
+def exhaustive(asked: Job) -> tuple[list[Estimate], list[tuple[Setting, str]]]:
+    """Every variant of every layout, each timed or found too large: no shortcut of the search."""
+    ranked, dropped = [], []
+    for layout in layouts(asked):
+        found: list[Estimate] = []
+        too_large, broken = "", None
+        for vpp in CHUNKS if layout.pp > 1 else (1,):
+            for micro in MICRO_BATCHES:
+                variant = replace(layout, vpp=vpp, micro_batch=micro)
+                if reason := broken_rule(asked, variant):
+                    broken = broken or reason.line
+                    continue
+                for choice in ("none", "full"):
+                    estimate = Estimate.of(asked, variant.with_recompute(choice))
+                    if estimate.fits:
+                        found.append(estimate)
+                        break
+                else:
+                    too_large = too_large or f"needs {estimate.memory.total / GIB:.1f} GiB of"
+        if found:
+            ranked.append(min(found, key=lambda estimate: estimate.seconds))
+        else:
+            dropped.append((layout, too_large or broken or ""))
+    return ranked, dropped
+
+
+@pytest.mark.parametrize("gpus", [64, 256])
+@pytest.mark.parametrize("model", ["llama-2-70b", "mixtral-8x7b", "deepseek-v3"])
+def test_the_same_as_an_exhaustive_search(model: str, gpus: int) -> None:
+    asked = job(model, num_gpus=gpus, seq_length=131072, global_batch_size=256)
+    plan, (ranked, dropped) = search(asked), exhaustive(asked)
+    assert {e.setting: e.seconds for e in plan.ranked} == {e.setting: e.seconds for e in ranked}
+    assert [e.seconds for e in plan.ranked] == sorted(e.seconds for e in ranked)
+    assert [d.setting for d in plan.dropped] == [layout for layout, _ in dropped]
+    for ours, (_, line) in zip(plan.dropped, dropped, strict=True):
+        assert ours.reason.line.startswith(line)
+
+
+def test_few_variants_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: of a layout that fits, the steps of 4 of its 16 variants."""
+    counts = Counter[str]()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        return call
+
+    # Not by name: the package's `search` is the function.
+    module = sys.modules["ulysses_mc.planning.search"]
+    monkeypatch.setattr(module, "memory", counted("memory", memory))
+    monkeypatch.setattr(estimates, "memory", counted("memory again", memory))
+    monkeypatch.setattr(estimates, "step_time", counted("step", step_time))
+    plan = search(job("mixtral-8x7b", num_gpus=256, seq_length=8192, global_batch_size=4096))
+    assert len(plan.ranked) == 1158
+    # Of some 20,000 variants; and no memory is worked out a second time.
+    assert counts == {"memory": 16375, "step": 4326}

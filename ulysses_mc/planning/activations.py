@@ -67,6 +67,20 @@ def busiest_heads(model: ModelShape, tp: int, ulysses: int) -> tuple[float, floa
 
 def layer_activations(job: Job, setting: Setting, *, moe: bool = False) -> LayerActivations:
     """The bytes of one dense layer, or of one MoE layer with evenly loaded experts."""
+    s, kept = setting, setting.recompute == "none" or job.attention != "unfused"
+    return _of_layer(job, s.tp, s.ulysses, s.ring, s.micro_batch, moe and s.ep > 1, kept, moe)
+
+
+@lru_cache(maxsize=1 << 14)
+def _of_layer(
+    job: Job, tp: int, ulysses: int, ring: int, micro_batch: int,
+    divided_experts: bool, keeps_softmax: bool, moe: bool,
+) -> LayerActivations:  # fmt: skip
+    """From all that a layer depends on: not the pipeline, not dp, of ep whether there is one."""
+    setting = Setting(
+        tp=tp, ulysses=ulysses, ring=ring, micro_batch=micro_batch, ep=1 + divided_experts,
+        recompute="none" if keeps_softmax else "full",
+    )  # fmt: skip
     model, e, t = job.model, job.element_size, tokens_per_rank(job, setting)
     # Norms, residuals and dropout masks: on every TP rank, unless they are sharded over them.
     shared = t * model.hidden_size / (setting.tp if job.tp_sequence_sharding else 1)

@@ -24,8 +24,9 @@ class Estimate:
     time: StepTime
 
     @classmethod
-    def of(cls, job: Job, setting: Setting) -> Estimate:
-        return cls(job, setting, memory(job, setting), step_time(job, setting))
+    def of(cls, job: Job, setting: Setting, used: Memory | None = None) -> Estimate:
+        """`used`: its memory, where that is known already."""
+        return cls(job, setting, used or memory(job, setting), step_time(job, setting))
 
     @property
     def seconds(self) -> float:

@@ -67,6 +67,10 @@ class Job:
     tp_overlap: bool = False
     uneven_heads: bool = True
 
+    def __hash__(self) -> int:
+        """Of a few fields, as of a model."""
+        return hash((self.num_gpus, self.seq_length, self.global_batch_size))
+
     def __post_init__(self) -> None:
         counts = {"gpus": self.num_gpus, "seq_length": self.seq_length,
                   "global_batch_size": self.global_batch_size}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from .activations import LayerActivations, layer_activations, tokens_per_rank
 from .hardware import GIB
@@ -59,7 +60,11 @@ def stage_layers(model: ModelShape, setting: Setting) -> tuple[int, int] | None:
 
 def layer_parameters(model: ModelShape, setting: Setting) -> tuple[float, float, float]:
     """Parameters per GPU: of a dense layer, of a MoE layer without its experts, of its experts."""
-    tp = setting.tp
+    return _layer_parameters(model, setting.tp, setting.ep)
+
+
+@lru_cache(maxsize=4096)
+def _layer_parameters(model: ModelShape, tp: int, ep: int) -> tuple[float, float, float]:
     attention = model.sharded_attention_parameters - model.kv_parameters
     kv = model.kv_parameters / model.num_query_groups * max(model.num_query_groups / tp, 1)
     common = (attention + model.bias_parameters) / tp + kv + model.replicated_attention_parameters
@@ -67,8 +72,7 @@ def layer_parameters(model: ModelShape, setting: Setting) -> tuple[float, float,
     if not model.moe:
         return dense, 0.0, 0.0
     shared = model.mlp_parameters(model.moe.shared_ffn_hidden_size) / tp
-    etp = 1 if setting.ep > 1 else tp
-    experts = model.expert_parameters / (setting.ep * etp)
+    experts = model.expert_parameters / (ep * (1 if ep > 1 else tp))
     return dense, common + shared + model.router_parameters, experts
 
 
@@ -76,10 +80,17 @@ def stage_parameters(
     model: ModelShape, setting: Setting, layers: int, *, tables: int
 ) -> tuple[float, float]:
     """Parameters of one stage's GPU: those replicated over dp x cp, and the experts' own."""
-    dense, moe, experts = layer_parameters(model, setting)
+    return _stage_parameters(model, setting.tp, setting.ep, layers, tables)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stage_parameters(
+    model: ModelShape, tp: int, ep: int, layers: int, tables: int
+) -> tuple[float, float]:
+    dense, moe, experts = _layer_parameters(model, tp, ep)
     share = layers / model.num_layers
     num_moe = model.num_moe_layers * share
-    outside = tables * model.embedding_parameters / setting.tp
+    outside = tables * model.embedding_parameters / tp
     outside += model.hidden_size * (2 if model.layer_norm else 1)  # the norm after the last layer
     outside += model.learned_positions * model.hidden_size if tables else 0
     return (layers - num_moe) * dense + num_moe * moe + outside, num_moe * experts
@@ -87,9 +98,15 @@ def stage_parameters(
 
 def states(job: Job, setting: Setting, plain: float, experts: float) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer of one GPU."""
-    group = setting.dp * setting.cp
-    etp = 1 if setting.ep > 1 else setting.tp
-    expert_group = max(setting.tp * setting.cp * setting.dp // (setting.ep * etp), 1)
+    return _states(job, setting.tp, setting.dp * setting.cp, setting.ep, plain, experts)
+
+
+@lru_cache(maxsize=1 << 14)
+def _states(
+    job: Job, tp: int, group: int, ep: int, plain: float, experts: float
+) -> tuple[float, float, float]:
+    """`group`: ranks that share the parameters outside the experts, dp x cp."""
+    expert_group = max(tp * group // (ep * (1 if ep > 1 else tp)), 1)
     counts = ((plain, group), (experts, expert_group))
     result = []
     for level, nbytes in zip((3, 2, 1), job.state_bytes, strict=True):

@@ -76,6 +76,10 @@ class ModelShape:
     moe: MoEShape | None = None
     mla: MLAShape | None = None
 
+    def __hash__(self) -> int:
+        """Of a few fields: the search looks a model up 100,000 times, mostly the same object."""
+        return hash((self.num_layers, self.hidden_size, self.num_attention_heads))
+
     @property
     def value_dim(self) -> int:
         return self.value_head_dim or self.head_dim

@@ -36,6 +36,11 @@ def broken_rule(job: Job, setting: Setting) -> Reason | None:
     return None
 
 
+def broken_by_variant(job: Job, setting: Setting) -> bool:
+    """Whether micro-batch or chunks break a rule, of a layout that breaks none itself."""
+    return bool(_layers(job, setting) or _batch(job, setting))
+
+
 def broken_rules(job: Job, setting: Setting) -> list[Reason]:
     """Every rule that the setting breaks, memory aside."""
     return [reason for rule in _RULES if (reason := rule(job, setting))]

@@ -10,8 +10,9 @@ from functools import lru_cache
 from .estimate import Estimate
 from .hardware import GIB
 from .job import RECOMPUTE, Job, Setting
-from .memory import memory
-from .rules import Reason, broken_rule
+from .memory import Memory, memory
+from .rules import Reason, broken_by_variant, broken_rule
+from .timing import least_step_seconds
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
@@ -116,37 +117,52 @@ def _plainness(setting: Setting) -> tuple[int, ...]:
 
 def best_of_layout(job: Job, layout: Setting, limits: Limits = Limits()) -> Estimate | Reason:
     """The fastest variant of a layout that fits, or why none does."""
-    micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
+    micros: tuple[int, ...] = MICRO_BATCHES
+    if limits.micro_batch is not None:
+        micros = (limits.micro_batch,)
     first = replace(layout, micro_batch=micros[0], vpp=limits.vpp or 1)
     reason = broken_rule(job, first)
     if reason and not (reason.kind == "layers" and limits.vpp is None):
         return reason
-    best: Estimate | None = None
     tightest: Reason | None = reason
-    for variant in _variants(layout, micros, limits):
-        if broken_rule(job, variant):
-            continue
-        found = _cheapest_recompute(job, variant)
-        if isinstance(found, Reason):
-            tightest = tightest if tightest and tightest.kind == "memory" else found
-            if variant.vpp == 1:
-                break  # a larger micro-batch or more chunks only takes more
-        elif best is None or found.seconds < best.seconds:
-            best = found
-    if best is not None:
-        return best
+    fitting: list[Fit] = []
+    chunks = (1,) if layout.pp == 1 else CHUNKS if limits.vpp is None else (limits.vpp,)
+    for vpp in chunks:
+        for micro in micros:
+            variant = replace(layout, vpp=vpp, micro_batch=micro)
+            if broken_by_variant(job, variant):
+                continue
+            found = _cheapest_recompute(job, variant)
+            if isinstance(found, Reason):
+                tightest = tightest if tightest and tightest.kind == "memory" else found
+                if vpp == 1:  # any number of chunks takes more (of chunks, 2 take the most)
+                    micros = tuple(size for size in micros if size < micro)
+                break  # a larger micro-batch takes more
+            fitting.append(found)
+    if fitting:
+        return _fastest(job, fitting)
     assert tightest is not None
     return tightest
 
 
-def _variants(layout: Setting, micros: tuple[int, ...], limits: Limits) -> Iterator[Setting]:
-    chunks = (1,) if layout.pp == 1 else CHUNKS if limits.vpp is None else (limits.vpp,)
-    for vpp in chunks:
-        for micro in micros:
-            yield replace(layout, vpp=vpp, micro_batch=micro)
+Fit = tuple[Setting, Memory]
 
 
-def _cheapest_recompute(job: Job, variant: Setting) -> Estimate | Reason:
+def _fastest(job: Job, fitting: list[Fit]) -> Estimate:
+    """The first of the fastest; the likely ones are timed first, to spare the others."""
+    best, place = None, 0
+    bounds = [least_step_seconds(job, setting) for setting, _ in fitting]
+    for index in sorted(range(len(fitting)), key=bounds.__getitem__):
+        if best and bounds[index] > best.seconds:
+            break
+        found = Estimate.of(job, *fitting[index])
+        if best is None or (found.seconds, index) < (best.seconds, place):
+            best, place = found, index
+    assert best is not None
+    return best
+
+
+def _cheapest_recompute(job: Job, variant: Setting) -> Fit | Reason:
     """The variant with the least recomputation that fits. Selective is nothing with flash."""
     choices = [c for c in RECOMPUTE if c in job.recompute]
     if job.attention == "flash" and len(choices) > 1:
@@ -155,7 +171,7 @@ def _cheapest_recompute(job: Job, variant: Setting) -> Estimate | Reason:
         setting = variant.with_recompute(choice)
         used = memory(job, setting)
         if used.total <= job.gpu.memory:
-            return Estimate.of(job, setting)
+            return setting, used
     largest = max(used.parts().items(), key=lambda part: part[1])
     return Reason(
         "memory",

@@ -7,13 +7,14 @@ them runs at the memory's speed. Communication: k x alpha + bytes / (bandwidth x
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import inf
 
 from .activations import layer_activations, tokens_per_rank
 from .job import Job, Setting, head_layout
 from .memory import stage_layers, stage_parameters
 from .model import ModelShape
-from .traffic import Flow, flows
+from .traffic import Flow, layer_flows, stage_flows
 
 # Fitted to arXiv 2205.05198, table 5 (A100), and kept for the others: see docs/planning.md.
 HALF_FLOPS_SECONDS = 65e-6  # a product of peak x this many FLOPs reaches half of the efficiency
@@ -81,11 +82,10 @@ def step_time(job: Job, setting: Setting) -> StepTime:
     assert split is not None
     m, layer = setting.num_micro_batches(job.global_batch_size), _forward(job, setting)
     ends, layers = split
-    by_kind = {flow.kind: flow for flow in flows(job, setting)}
+    by_kind = {flow.kind: flow for flow in stage_flows(job, setting)}
     compute = layer.matrices + layer.attention + layer.elementwise
     again = _recomputed(job, setting, layer)
-    forward, backward = _communication(job, by_kind, layer)
-    per_layer = {kind: forward[kind] + backward[kind] for kind in forward}
+    per_layer = _exposed(job, setting)
     logits = _logits(job, setting)
     # Every stage waits for the slowest: the one with the loss, unless the ends hold fewer layers.
     backward_compute = 2 * (layer.matrices + layer.elementwise) + _backward_attention(job, layer)
@@ -112,6 +112,20 @@ def step_time(job: Job, setting: Setting) -> StepTime:
     )
 
 
+def least_step_seconds(job: Job, setting: Setting) -> float:
+    """A lower bound of the step's time: the layers and the pipeline's bubble, no ends, no dp.
+
+    A billionth less, for the rounding of the sums in another order.
+    """
+    split = stage_layers(job.model, setting)
+    assert split is not None
+    layer, m = _forward(job, setting), setting.num_micro_batches(job.global_batch_size)
+    passes = 3 * (layer.matrices + layer.elementwise) + layer.attention
+    passes += _backward_attention(job, layer) + _recomputed(job, setting, layer)
+    passes += sum(_exposed(job, setting).values())
+    return split[1] * passes * (m + (setting.pp - 1) / setting.vpp) * (1 - 1e-9)
+
+
 def matrix_seconds(job: Job, flops: float, *, count: float = 1.0) -> float:
     """Time of `count` equal matrix products of `flops` FLOPs in total."""
     gpu, fp8 = job.gpu, job.precision == "fp8"
@@ -125,7 +139,14 @@ def matrix_seconds(job: Job, flops: float, *, count: float = 1.0) -> float:
 
 
 def _forward(job: Job, setting: Setting) -> _Layer:
-    model, t, tp = job.model, tokens_per_rank(job, setting), setting.tp
+    s = setting
+    return _forward_layer(job, s.tp, s.ulysses, s.ring, s.ep, s.micro_batch)
+
+
+@lru_cache(maxsize=1 << 14)
+def _forward_layer(job: Job, tp: int, ulysses: int, ring: int, ep: int, micro_batch: int) -> _Layer:
+    setting = Setting(tp=tp, ulysses=ulysses, ring=ring, ep=ep, micro_batch=micro_batch)
+    model, t = job.model, tokens_per_rank(job, setting)
     moe_share = model.num_moe_layers / model.num_layers
     kept = layer_activations(job, setting)
     nbytes, mlp = kept.attention + kept.mlp, kept.mlp
@@ -186,6 +207,28 @@ def _recomputed(job: Job, setting: Setting, layer: _Layer) -> float:
     if setting.recompute == "full":
         return layer.matrices + layer.attention + layer.elementwise
     return layer.attention if setting.recompute == "selective" else 0.0
+
+
+def _exposed(job: Job, setting: Setting) -> dict[str, float]:
+    """Exposed seconds per layer and micro-batch of each kind, both passes."""
+    s = setting
+    return _exposed_of_layer(
+        job, s.tp, s.ulysses, s.ring, s.ep, s.micro_batch, s.recompute, s.world_size
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _exposed_of_layer(
+    job: Job, tp: int, ulysses: int, ring: int, ep: int, micro_batch: int, recompute: str,
+    world_size: int,
+) -> dict[str, float]:  # fmt: skip
+    setting = Setting(
+        tp=tp, ulysses=ulysses, ring=ring, ep=ep, micro_batch=micro_batch, recompute=recompute,
+        dp=world_size // (tp * ulysses * ring),
+    )  # fmt: skip
+    by_kind = {flow.kind: flow for flow in layer_flows(job, setting)}
+    forward, backward = _communication(job, by_kind, _forward(job, setting))
+    return {kind: forward[kind] + backward[kind] for kind in forward}
 
 
 def _communication(

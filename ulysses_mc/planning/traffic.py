@@ -107,13 +107,14 @@ def ranks_per_node(group: int, stride: int, node: int, world_size: int) -> int:
 
 def flows(job: Job, setting: Setting) -> list[Flow]:
     """One flow for each kind of parallelism in use."""
-    return list(_flows(job, setting))
+    return [*layer_flows(job, setting), *stage_flows(job, setting)]
 
 
-def _flows(job: Job, setting: Setting) -> Iterator[Flow]:
+def layer_flows(job: Job, setting: Setting) -> Iterator[Flow]:
+    """Those inside a layer: of pp and dp, their bytes per layer depend on the product alone."""
     model, e, node = job.model, job.element_size, job.gpu.gpus_per_node
     t = tokens_per_rank(job, setting)
-    tp, cp, inside = setting.tp, setting.cp, setting.tp
+    tp, inside = setting.tp, setting.tp
     recomputed = 1 if setting.recompute == "full" else 0
 
     def local(group: int, stride: int) -> int:
@@ -145,15 +146,24 @@ def _flows(job: Job, setting: Setting) -> Iterator[Flow]:
         once = 2 * (setting.ep - 1) / setting.ep * t / tp * model.moe.top_k * model.hidden_size * e
         yield Flow("ep", once * share, once * share * (1 + recomputed), 4 * share, setting.ep,
                    local(setting.ep, 1), "all_to_all")  # fmt: skip
+
+
+def stage_flows(job: Job, setting: Setting) -> Iterator[Flow]:
+    """Those between stages and between copies of them: pp and dp."""
+    t, e, tp = tokens_per_rank(job, setting), job.element_size, setting.tp
+
+    def local(group: int, stride: int) -> int:
+        return ranks_per_node(group, stride, job.gpu.gpus_per_node, setting.world_size)
+
     if setting.pp > 1:
-        once = t * model.hidden_size * e / (tp if job.tp_sequence_sharding else 1)
+        once = t * job.model.hidden_size * e / (tp if job.tp_sequence_sharding else 1)
         stride = setting.world_size // setting.pp
         # The first stage sends no gradient and the last no activation, so of two stages each
         # sends once; with chunks both do, but for one.
         back = once if setting.pp > 2 else once * (setting.vpp - 1) / setting.vpp
         yield Flow("pp", once, back, 2, setting.pp, local(setting.pp, stride), "p2p")
-    if setting.dp * cp > 1:
-        yield _data_parallel(job, setting, local(setting.dp * cp, tp))
+    if setting.dp * setting.cp > 1:
+        yield _data_parallel(job, setting, local(setting.dp * setting.cp, tp))
 
 
 def _embedding_and_loss(job: Job, setting: Setting) -> float:
