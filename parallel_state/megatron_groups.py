@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
@@ -73,6 +74,11 @@ def start_or_adopt(grid: RankGrid, options: Mapping[str, Any]) -> bool:
     except BaseException:
         destroy()  # else the next attempt meets half of this one
         raise
+    # Megatron leaves some of its groups at PyTorch's default, seen in 0.16.1.
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    for group in mpu._global_process_group_list or []:
+        if group is not None and dist.get_backend(group) != "fake":
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     return True
 
 

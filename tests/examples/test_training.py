@@ -228,25 +228,27 @@ def stop_and_go_on(argv: list[str], output: Path, again: list[str]) -> Any:
     import torch
     import torch.distributed as dist
 
-    from examples.pretraining import checkpoint, config, preflight, run
+    from examples.pretraining import checkpoint, config, preflight, random_state, run
     from ulysses_mc.parallel_state import destroy_model_parallel
 
     def start(where: list[str]) -> Any:
         destroy_model_parallel()
         options = config.parse([*argv, *where]).config
-        trainer = run.prepare(options, preflight.check(options, dist.get_world_size()), device)
-        return trainer, torch.get_rng_state()
+        return run.prepare(options, preflight.check(options, dist.get_world_size()), device)
 
     device = torch.device("cpu")
     with run.on_device(device), run.quiet():
-        trainer, fresh = start([f"--output={output}/first"])
+        trainer = start([f"--output={output}/first"])
         trainer.train()
         straight = trainer.log.records() if trainer.log is not None else []
         (output / "first/checkpoints" / checkpoint.LATEST).write_text("2\n")
         dist.barrier()
         load = [f"--output={output}/second", f"--checkpoint.load={output}/first/checkpoints"]
-        trainer, resumed = start([*load, *again])
+        trainer = start([*load, *again])
+        resumed = torch.get_rng_state()
         trainer.train()
+        random_state.seed(trainer.config.training.seed)
+        fresh = torch.get_rng_state()
         return straight, trainer.log.records() if trainer.log is not None else [], fresh, resumed
 
 

@@ -88,3 +88,23 @@ def test_the_probe_sees_a_deaf_attention_and_an_impossible_speed(
         assert seconds < 2
         assert "other tokens on the first of 4 ranks leave the loss on the last one" in deaf
         assert "TFLOP/s per GPU is above the hardware's" in fast
+
+
+def timeouts(argv: list[str]) -> dict[str, float]:
+    """Minutes that a collective of each group may take, the pool's default group left out."""
+    from examples.pretraining import run
+
+    with run.on_device(torch.device("cpu")), run.quiet():
+        start(argv)
+    groups = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]
+    backends = {g.group_name: g._get_backend(torch.device("cpu")) for g in groups}
+    return {n: b.options._timeout.total_seconds() / 60 for n, b in backends.items()}
+
+
+def test_the_timeout_holds_for_every_group(small_data: Path, tmp_path: Path) -> None:
+    """Megatron's own groups included."""
+    sizes = layout(tensor_model=2, pipeline_model=2)
+    argv = [*SMALL, *sizes, f"--data.path=[{small_data}/text]", f"--output={tmp_path}"]
+    argv.append("--parallel.distributed_timeout_minutes=7")
+    for minutes in run_ranks(4, timeouts, argv, timeout=60):
+        assert len(minutes) > 5 and set(minutes.values()) == {7.0}, minutes
