@@ -28,7 +28,12 @@ from .inner_core import (
     resolve_core,
 )
 from .megatron_masks import whole_bias, whole_mask
-from .packed import PackedDocuments, check_shard, documents_of, inside_exchange
+from .packed import (
+    PackedDocuments,
+    check_shard,
+    documents_of,
+    inside_exchange,
+)
 from .sinks import SoftmaxOffset
 from .state_keys import keep_core_keys
 
@@ -152,7 +157,8 @@ class UlyssesCoreAttention(MegatronModule):
         documents = documents_of(packed_seq_params, size)
         if documents is not None:
             lengths = (query.size(0), key.size(0))
-            check_shard(documents, lengths, rank, any_layout=self.any_layout)
+            mtp = bool(getattr(self.config, "mtp_num_layers", None))
+            check_shard(documents, lengths, rank, any_layout=self.any_layout, mtp=mtp)
         layout = head_layout(query.size(2), key.size(2), size, self.uneven_heads)
         query_cut = Cut(_sequence_layout(query.size(0), size, documents), layout.query_heads)
         kv_cut = Cut(_sequence_layout(key.size(0), size, documents), layout.kv_heads)

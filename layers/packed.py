@@ -128,16 +128,24 @@ def inside_exchange(documents: PackedDocuments) -> PackedDocuments | None:
 
 
 def check_shard(
-    documents: PackedDocuments, lengths: Sequence[int], rank: int, *, any_layout: bool
+    documents: PackedDocuments, lengths: Sequence[int], rank: int, *, any_layout: bool, mtp: bool
 ) -> None:
     """Refuses tokens that are not those of the layout, and layouts without their RoPE.
 
     Args:
         lengths: tokens of this rank's query and key.
         any_layout: whether `wire_rope` has been called.
+        mtp: whether the model predicts several tokens.
     """
     layout = documents.layout
     assert layout is not None
+    if mtp and layout.group_size > 1:
+        raise ParallelConfigError(
+            f"mtp_num_layers with documents packed over {layout.group_size} Ulysses ranks.",
+            rule="multi-token prediction shifts tokens between ranks, which is not known to be "
+            "exact for packed documents",
+            nearest="mtp_num_layers unset, or ulysses_parallel_size 1.",
+        )
     own, total = layout.lengths[rank], layout.sequence_length
     if any(length != own for length in lengths):
         shown = documents.bounds if len(documents.bounds) < 12 else (*documents.bounds[:11], "...")

@@ -224,6 +224,13 @@ def what_does_not_fit() -> None:
             packed_seq_params(
                 [0, 6, 9], SequenceLayout.contiguous(16, 2), cu_seqlens_padded=[0, 4, 16]
             )
+        padded = packed_seq_params(
+            [0, 3, 9], SequenceLayout.zigzag_packed([0, 4, 16], 2), cu_seqlens_padded=[0, 4, 16]
+        )
+        with pytest.raises(
+            ParallelConfigError, match="mtp_num_layers with documents packed over 2"
+        ):
+            core(mtp_num_layers=1)(*thd, packed_seq_params=padded)
         for config in (MLA, {"mtp_num_layers": 1}):
             chunks = gpt_chunks(Setting(cp=2, config=config), sdpa_spec)
             with pytest.raises(ParallelConfigError, match=f"a model with {next(iter(config))}"):
