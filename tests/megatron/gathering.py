@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Paramete
             layer = re.match(r"decoder\.layers\.(\d+)", name)
             if layer:
                 name = f"decoder.layers.{numbers[int(layer[1])]}" + name[layer.end() :]
+            name = re.sub(r"(?<=local_experts\.)\d+", _global_expert(chunk.config), name)
             name = name.replace("softmax_offset.weight", "softmax_offset")  # the core's own name
             if chunk.share_embeddings_and_output_weights and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"  # the last stage's copy
@@ -74,9 +75,23 @@ def whole_gradients(chunks: list[Any], wrapped: list[Any]) -> dict[str, torch.Te
                     f"{name}: tensor-parallel ranks differ by {difference} at {rank}"
                 )
             mine[name] = gradient
-    stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
-    dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
-    return {name: gradient for stage in stages for name, gradient in stage.items()}
+    mine = _joined_over(parallel_state.get_expert_model_parallel_group(), mine)
+    return _joined_over(parallel_state.get_pipeline_model_parallel_group(), mine)
+
+
+def _global_expert(config: Any) -> Callable[[re.Match[str]], str]:
+    from megatron.core import parallel_state
+
+    held = (config.num_moe_experts or 0) // config.expert_model_parallel_size
+    first = held * parallel_state.get_expert_model_parallel_rank()
+    return lambda number: str(first + int(number[0]))
+
+
+def _joined_over(group: Any, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of all ranks: other experts, other stages."""
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, mine, group=group)
+    return {name: gradient for part in parts for name, gradient in part.items()}
 
 
 def _gather_gradient_shards(ddp: Any) -> None:
