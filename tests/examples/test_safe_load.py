@@ -59,6 +59,7 @@ def test_damage_is_refused(tmp_path: Path, content: bytes) -> None:
         check_metadata(tmp_path / ".metadata")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_object_in_a_shard_runs_nothing(tmp_path: Path) -> None:
     """PyTorch's reader by itself would: that is the second half, and the reason for the first."""
     import torch.distributed.checkpoint as dcp
