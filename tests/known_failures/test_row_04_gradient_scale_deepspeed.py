@@ -17,6 +17,7 @@ from tests.known_failures.test_row_04_gradient_scale import (
     single_process,
 )
 from tests.support.pool import run_ranks
+from tests.zero.deepspeed_engine import deepspeed_left_clean
 from ulysses_mc import SequenceLayout, shard_batch, token_count, token_mean_loss
 from ulysses_mc.layers import UlyssesAttention
 from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
@@ -25,10 +26,14 @@ CPU = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1", "DS_IGNORE_CUDA_DETEC
 
 
 def one_step(ulysses: int, stage: int) -> tuple[float, dict[str, Tensor]]:
+    with deepspeed_left_clean():
+        return value_and_gradients(ulysses, stage)
+
+
+def value_and_gradients(ulysses: int, stage: int) -> tuple[float, dict[str, Tensor]]:
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled now
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     data_parallel = RANKS // ulysses
     state = initialize_model_parallel(

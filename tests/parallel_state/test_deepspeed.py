@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.pool import run_ranks
+from tests.zero.deepspeed_engine import deepspeed_left_clean
 from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
 
 pytest.importorskip("deepspeed")
@@ -36,10 +37,13 @@ def plain_weights():
 
 
 def deepspeed_weights(stage, ulysses):
+    with deepspeed_left_clean():
+        return trained_weights(stage, ulysses)
+
+
+def trained_weights(stage, ulysses):
     import deepspeed
 
-    # Else it compiles a C++ all-reduce for ranks of one machine, for a minute; gloo does.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     state = initialize_model_parallel(
         ParallelConfig(ulysses_parallel_size=ulysses), use_megatron=False
     )

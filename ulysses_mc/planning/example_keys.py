@@ -66,7 +66,10 @@ KEYS: dict[str, dict[str, Kind]] = {
     },
     "training": {"train_iters": COUNT, "seed": ANY_COUNT, "precision": ("fp32", "bf16"),
                  "self_check": bool},
-    "data": {"path": list, "split": str, "description": str, "eod_mask_loss": bool, "cache": str},
+    "data": {
+        "path": list, "split": str, "description": str, "eod_mask_loss": bool, "cache": str,
+        "isolate_documents": bool,
+    },
     "evaluation": {"interval": ANY_COUNT, "iters": ANY_COUNT, "micro_batch_size": COUNT,
                    "global_batch_size": COUNT, "seq_length": COUNT},
     "checkpoint": {"interval": ANY_COUNT, "resume": bool, "load": str, "verify": bool},
