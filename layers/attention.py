@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +21,9 @@ from .checks import (
     check_options,
     check_per_head,
     check_qkv,
+    check_transport,
     check_whole_sequence,
+    in_one_dtype,
 )
 from .joint import JointTokens
 from .local import sdpa_attention
@@ -69,9 +72,10 @@ class UlyssesAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_group(group, sequence_layout, kv_sequence_layout)
+        check_transport(transport)
         self.group = group
         self.sequence_layout = sequence_layout
-        self.kv_sequence_layout = kv_sequence_layout or sequence_layout
+        self.kv_sequence_layout = kv_sequence_layout
         self.local_attention = local_attention or sdpa_attention
         self.uneven_heads = uneven_heads
         self.transport = transport
@@ -141,10 +145,8 @@ class UlyssesAttention(torch.nn.Module):
         packed = query.dim() == 3
         if packed:  # a batch of one
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        layouts = (
-            sequence_layout or self.sequence_layout,
-            kv_sequence_layout or sequence_layout or self.kv_sequence_layout,
-        )
+        query_layout = sequence_layout or self.sequence_layout
+        layouts = (query_layout, kv_sequence_layout or self.kv_sequence_layout or query_layout)
         out, joint_out = self._attend(query, key, value, layouts, joint, causal, options)
         if packed:
             out = out.squeeze(0)
@@ -162,7 +164,10 @@ class UlyssesAttention(torch.nn.Module):
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank = self.group.rank()
+        query, key, value = in_one_dtype(query, key, value)
         check_qkv(query, key, value)
+        if joint is not None:
+            joint = joint.beside(query, key, value)
         layout = head_layout(query.size(2), key.size(2), self.group.size(), self.uneven_heads)
         heads, kv_heads = layout.query_heads[rank], layout.kv_heads[rank]
         query_layout, kv_layout = (
@@ -201,9 +206,18 @@ class UlyssesAttention(torch.nn.Module):
         with rank_distinct_rng(rank, query.device) if dropout_p else nullcontext():
             if heads:
                 out_by_heads = self.local_attention(*by_heads, causal=causal, **options)
+                out_by_heads = out_by_heads.to(query.dtype)  # the type that every rank expects
             else:  # a rank beyond the heads still takes part in both exchanges, both ways
                 out_by_heads = no_heads(*by_heads, *cut.values())
         return self._back(out_by_heads, query_cut, joint)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAttention:
+        """A copy in the same group: a process group cannot be copied."""
+        memo[id(self.group)] = self.group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _back(
         self, out_by_heads: torch.Tensor, cut: Cut, joint: JointTokens | None

@@ -99,6 +99,37 @@ def _name(local_attention: Callable[..., Any]) -> str:
     return getattr(local_attention, "__name__", type(local_attention).__name__)
 
 
+def check_transport(transport: str) -> None:
+    """Refuses a transport that there is not."""
+    known = ("auto", "p2p", "all_to_all")
+    if transport not in known:
+        raise ParallelConfigError(
+            f"transport={transport!r}.", rule=f"one of {', '.join(known)}", nearest="'auto'."
+        )
+
+
+def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query, key and value in the type that attention runs in under autocast, as PyTorch's own.
+
+    A rank sends what another has room for: their types must agree before the exchange.
+
+    Raises:
+        ParallelConfigError: types that differ, outside autocast.
+    """
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        dtypes = ", ".join(str(tensor.dtype) for tensor in tensors)
+        raise ParallelConfigError(
+            f"Query, key and value of types {dtypes}.",
+            rule="what travels in one exchange has one type",
+            nearest="key.to(query.dtype) and value.to(query.dtype), or torch.autocast.",
+        )
+    return tensors
+
+
 def check_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Refuses [b, s_r, h, d], [b, s_kv_r, k, d] and [b, s_kv_r, k, d_v] that do not go together."""
     fit = (
@@ -159,6 +190,23 @@ def check_per_head(heads: int, vectors: Mapping[str, torch.Tensor | None]) -> No
 def check_documents(options: Mapping[str, Any], s: int, s_kv: int) -> None:
     """Refuses document boundaries that do not fit the whole sequence (those on the host)."""
     cu, cu_kv = options.get("cu_seqlens"), options.get("cu_seqlens_kv")
+    if cu_kv is not None and cu is None:
+        raise ParallelConfigError(
+            "cu_seqlens_kv without cu_seqlens.",
+            rule="a document has its queries and its keys; without cu_seqlens none would be "
+            "told apart",
+            nearest="cu_seqlens for the queries and cu_seqlens_kv for keys and values.",
+        )
+    counts = [
+        (given.numel() if isinstance(given, torch.Tensor) else len(given)) - 1
+        for given in (cu, cu_kv)
+        if given is not None
+    ]
+    if len(set(counts)) > 1:
+        raise ParallelConfigError(
+            f"cu_seqlens of {counts[0]} documents and cu_seqlens_kv of {counts[1]}.",
+            rule="the i-th document of the queries attends to the i-th of the keys",
+        )
     if cu is not None and cu_kv is None and s != s_kv:
         raise ParallelConfigError(
             f"cu_seqlens with {s} query and {s_kv} key tokens.",

@@ -56,6 +56,23 @@ class JointTokens:
         check_qkv(query, key, value)
         return cls(query, key, value, position == "front")
 
+    def beside(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> JointTokens:
+        """In the type of the split tokens' query, key and value.
+
+        Raises:
+            ParallelConfigError: other batch size, heads or head dims than those.
+        """
+        own, split = (self.query, self.key, self.value), (query, key, value)
+        for name, tensor, like in zip(("query", "key", "value"), own, split, strict=True):
+            if (tensor.size(0), *tensor.shape[2:]) != (like.size(0), *like.shape[2:]):
+                raise ParallelConfigError(
+                    f"joint_{name} of shape {list(tensor.shape)} beside {name} {list(like.shape)}.",
+                    rule="joint tokens have the batch size, heads and head dims of the others",
+                    nearest=f"{[like.size(0), tensor.size(1), *like.shape[2:]]}.",
+                )
+        cast = (tensor.to(query.dtype) for tensor in own)
+        return JointTokens(*cast, self.front)
+
     def attach(
         self, by_heads: torch.Tensor, replicated: torch.Tensor, heads: range
     ) -> torch.Tensor:

@@ -88,7 +88,11 @@ def initialize_model_parallel(
     adopted: dict[Axes, dist.ProcessGroup] = {}
     started = False
     if through_megatron:
+        before = _Current.state
         started = megatron_groups.start_or_adopt(grid, options)
+        # Initialised twice alike: whichever state is destroyed last ends Megatron.
+        if before is not None and before.started_megatron and not before.destroyed:
+            started = True
         adopted = megatron_groups.adopt(grid, rank)
     created, count = create_groups(grid, rank, kinds, adopted, timeout)
     _Current.state = ParallelState(

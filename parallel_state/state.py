@@ -157,6 +157,11 @@ class ParallelState(DeepSpeedNames):
         owners = {axes: self._owner(axes) for axes in STANDARD_GROUPS}
         return describe_grid(self.grid, self.global_rank, owners)
 
+    @property
+    def destroyed(self) -> bool:
+        """Whether `destroy` was called."""
+        return self._destroyed
+
     def destroy(self) -> None:
         """End the groups of this state, and Megatron's if it was started for it."""
         if self._destroyed:

@@ -59,7 +59,7 @@ def sequence_to_heads(
             'all_to_all' (one all_to_all_single over a packed buffer), or 'auto'.
 
     Raises:
-        ParallelConfigError: a tensor does not have the shape that its cut says.
+        ParallelConfigError: a tensor does not have the shape that its cut says, or types differ.
     """
     if group.size() == 1:  # all is here; at most the layout has the tokens in another order
         return tuple(
@@ -133,6 +133,16 @@ class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *_SequenceToHeads.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
+
+
+def _check_types(tensors: Sequence[torch.Tensor]) -> None:
+    """A receiver makes room by its own tensors' type, and gloo takes a shorter message."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ParallelConfigError(
+            f"One exchange of types {', '.join(str(tensor.dtype) for tensor in tensors)}.",
+            rule="what travels in one exchange has one type, the same on every rank",
+            nearest="tensor.to(...) of one type.",
+        )
 
 
 def _check(tensor: torch.Tensor, cut: Cut, group: dist.ProcessGroup, *, by_heads: bool) -> None:

@@ -44,6 +44,8 @@ def load(optimizer: Any, loaded: dict[Any, Any]) -> None:
     """
     adams = torch_optimizers(optimizer)
     parts = _parts(optimizer)
+    for part, state in zip(parts, _per_part(loaded, parts), strict=True):
+        _take_current_rates(part, state)
     if not adams or not any("param_state" in d for d in _per_part(loaded, parts)):
         optimizer.load_state_dict(loaded)
         return
@@ -54,6 +56,17 @@ def load(optimizer: Any, loaded: dict[Any, Any]) -> None:
         part.load_parameter_state_from_fully_reshardable(tensors)
         for parameter, step in steps.items():
             part.optimizer.state[parameter]["step"] = step.clone()
+
+
+def _take_current_rates(part: Any, state: dict[str, Any]) -> None:
+    """The config says the learning rates, not the checkpoint; but Megatron (seen in 0.19) finds
+    the groups of parameters in a checkpoint by them, among others."""
+    current = part.optimizer.param_groups
+    for group in (state.get("optimizer") or state).get("param_groups", ()):
+        for key in ("max_lr", "min_lr"):
+            rates = {own.get(key) for own in current}
+            if key in group and len(rates) == 1:
+                group[key] = rates.pop()
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -201,6 +201,9 @@ def build_scheduler(
         end_wd=options.weight_decay,
         wd_incr_steps=decay * batch,
         wd_incr_style="constant",
+        # A resumed run goes on at its sample of the schedule that the config says now.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
 
 

@@ -79,6 +79,15 @@ def test_resuming_repeats_the_run_bit_by_bit(
     assert norms[0] == norms[1]
 
 
+def test_a_resumed_run_has_the_learning_rate_of_its_config(stopped: Path, small_data: Path) -> None:
+    rates = ["--optimizer.lr=2.5e-4", "--optimizer.min_lr=2.5e-4", "--optimizer.lr_warmup_iters=0"]
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}", *rates]
+    (records,) = run_ranks(1, train, argv + layout(), timeout=120)
+    found = {r["iteration"]: r["learning_rate"] for r in records if r["kind"] == "train"}
+    assert found[3] != pytest.approx(2.5e-4)
+    assert found[5] == found[6] == pytest.approx(2.5e-4)
+
+
 def resume(argv: list[str], copy: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Goes on with a run; before that, what was loaded is saved again as it lies on the ranks.
 
