@@ -63,11 +63,15 @@ def run_megatron_block(code: str) -> bool:
     names: dict[str, Any] = {
         "GPTModel": GPTModel, "config": config,
         "get_gpt_layer_local_spec": get_gpt_layer_local_spec,
+        "sequence_length": 16, "batch": {"tokens": torch.arange(16)[None]},
     }  # fmt: skip
     with megatron_on_cpu():
         exec(first, names)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         exec(f"spec = {second}".replace("...", "vocab_size=64, max_sequence_length=16"), names)
+    assert names["batch"]["tokens"].tolist() in [
+        [[0, 1, 2, 3, 12, 13, 14, 15]], [[4, 5, 6, 7, 8, 9, 10, 11]],
+    ]  # fmt: skip
     return any(isinstance(m, UlyssesCoreAttention) for m in names["model"].modules())
 
 

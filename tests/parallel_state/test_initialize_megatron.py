@@ -160,6 +160,14 @@ def test_a_started_megatron_is_adopted_and_left_running(mpu):
     assert mpu.model_parallel_is_initialized()
 
 
+def test_initialised_twice_alike_megatron_ends_with_the_last(mpu):
+    start(3, 8, tensor_model_parallel_size=2)
+    again = initialize_model_parallel(ParallelConfig(tensor_model_parallel_size=2))
+    assert again.started_megatron
+    destroy_model_parallel()
+    assert not mpu.model_parallel_is_initialized()
+
+
 def test_destroy_leaves_no_group_behind(mpu):
     for world, settings in ((64, {"ulysses_parallel_size": 4}), (8, {"ring_parallel_size": 2})):
         start(1, world, **settings)
