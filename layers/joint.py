@@ -70,8 +70,10 @@ class JointTokens:
                     rule="joint tokens have the batch size, heads and head dims of the others",
                     nearest=f"{[like.size(0), tensor.size(1), *like.shape[2:]]}.",
                 )
-        cast = (tensor.to(query.dtype) for tensor in own)
-        return JointTokens(*cast, self.front)
+        dtype = query.dtype
+        return JointTokens(
+            self.query.to(dtype), self.key.to(dtype), self.value.to(dtype), self.front
+        )
 
     def attach(
         self, by_heads: torch.Tensor, replicated: torch.Tensor, heads: range
