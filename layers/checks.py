@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..batch import document_boundaries
+from ..exchange import check_one_type
 from ..parallel_state.errors import ParallelConfigError
 from ..parallel_state.initialize import get_parallel_state, model_parallel_is_initialized
 from ..sequence_layout import SequenceLayout
@@ -120,13 +121,7 @@ def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         tensors = tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        dtypes = ", ".join(str(tensor.dtype) for tensor in tensors)
-        raise ParallelConfigError(
-            f"Query, key and value of types {dtypes}.",
-            rule="what travels in one exchange has one type",
-            nearest="key.to(query.dtype) and value.to(query.dtype), or torch.autocast.",
-        )
+    check_one_type(tensors)
     return tensors
 
 

@@ -18,6 +18,7 @@ from ..head_layout import HeadLayout
 from ..parallel_state.errors import ParallelConfigError
 from ..sequence_layout import SequenceLayout
 from .attention import expand_heads, head_layout, no_heads
+from .checks import in_one_dtype
 from .dropout import attention_dropout_rng
 from .inner_core import (
     build_inner_core,
@@ -153,6 +154,7 @@ class UlyssesCoreAttention(MegatronModule):
         thd = query.dim() == 3
         if thd:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        query, key, value = in_one_dtype(query, key, value)
         size, rank = self.group.size(), self.group.rank()
         documents = documents_of(packed_seq_params, size)
         if documents is not None:
@@ -183,6 +185,7 @@ class UlyssesCoreAttention(MegatronModule):
                 out = self._run_inner(by_heads, mask, mask_type, bias, documents, offset, kwargs)
             else:
                 out = self._run_local(by_heads, mask, mask_type, bias, documents, offset, kwargs)
+        out = out.to(query.dtype)  # the type that every rank expects, also one without heads
         (out,) = heads_to_sequence([out], [query_cut], self.group)
         out = out.flatten(2)  # [s_r, b, h * d_v]
         return out.squeeze(1) if thd else out

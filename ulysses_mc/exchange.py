@@ -66,6 +66,7 @@ def sequence_to_heads(
             tensor if cut.sequence.is_contiguous else cut.sequence.unshard([tensor], 0)
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
+    check_one_type(tensors)
     for tensor, cut in zip(tensors, cuts, strict=True):
         _check(tensor, cut, group, by_heads=False)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
@@ -98,6 +99,7 @@ def heads_to_sequence(
             tensor if cut.sequence.is_contiguous else cut.sequence.shard(tensor, 0, 0)
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
+    check_one_type(tensors)
     for tensor, cut in zip(tensors, cuts, strict=True):
         _check(tensor, cut, group, by_heads=True)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
@@ -135,13 +137,14 @@ class _HeadsToSequence(torch.autograd.Function):
         return (None, *_SequenceToHeads.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
 
 
-def _check_types(tensors: Sequence[torch.Tensor]) -> None:
-    """A receiver makes room by its own tensors' type, and gloo takes a shorter message."""
+def check_one_type(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses types that differ: a receiver makes room by its own tensors' type, and gloo takes a
+    shorter message without a word."""
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ParallelConfigError(
             f"One exchange of types {', '.join(str(tensor.dtype) for tensor in tensors)}.",
             rule="what travels in one exchange has one type, the same on every rank",
-            nearest="tensor.to(...) of one type.",
+            nearest="key.to(query.dtype) and value.to(query.dtype), or torch.autocast.",
         )
 
 

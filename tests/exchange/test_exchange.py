@@ -125,6 +125,20 @@ def test_a_group_of_one_costs_nothing():
     run_ranks(1, check_one_rank_costs_nothing)
 
 
+def check_other_types() -> None:
+    layout, rank = SequenceLayout.contiguous(8, 2), dist.get_rank()
+    cuts = [Cut(layout, HeadLayout(4, 4, 2).query_heads)] * 2
+    for verb, shape in ((sequence_to_heads, (4, 1, 4, 3)), (heads_to_sequence, (8, 1, 2, 3))):
+        for transport in TRANSPORTS:
+            tensors = [draw(*shape, seed=rank), draw(*shape, seed=rank).float()]
+            with pytest.raises(ParallelConfigError, match=r"types torch\.float64, torch\.float32"):
+                verb(tensors, cuts, dist.group.WORLD, transport=transport)
+
+
+def test_types_that_differ_are_refused_before_any_collective():
+    run_ranks(2, check_other_types)
+
+
 def give_wrong_length() -> None:
     layout = SequenceLayout.contiguous(8, 2)
     attention = UlyssesAttention(dist.group.WORLD, layout)

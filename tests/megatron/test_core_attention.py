@@ -251,5 +251,40 @@ def masks_that_do_not_fit() -> None:
             core(*tensors, x=tensors[0])
 
 
+def under_autocast(case: Case) -> list[torch.Tensor]:
+    """Output and gradients of this rank's float32 tensors (value bfloat16) under autocast."""
+    with megatron_on_cpu():
+        Setting(tp=case.tp, cp=case.cp).initialize()
+        attention = build_core(case, params_dtype=torch.float32)
+        rank, layout = dist.get_rank(), SequenceLayout.zigzag(S, case.cp)
+        inputs = whole_inputs(case)
+        own = [
+            layout.shard(inputs[name].transpose(0, 1), 0, rank).to(dtype).requires_grad_()
+            for name, dtype in (("query", F32), ("key", F32), ("value", torch.bfloat16))
+        ]
+        gradient = layout.shard(inputs["gradient"].transpose(0, 1), 0, rank)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attention(*own, None)
+        assert out.dtype == torch.bfloat16
+        out.backward(gradient.flatten(2).bfloat16())
+        return [out.detach().double(), *(leaf.grad.double() for leaf in own)]
+
+
+F32 = torch.float32
+
+
+@pytest.mark.parametrize("core", ["DotProductAttention", "sdpa"])
+def test_autocast_with_ranks_that_hold_no_heads(core: str) -> None:
+    case = Case(tp=1, cp=4, heads=2, kv_heads=2, core=core)
+    right = right_values(case, whole_inputs(case))
+    layout = SequenceLayout.zigzag(S, case.cp)
+    ranks = run_ranks(case.ranks, under_autocast, case)
+    expected = [right.out.flatten(2), right.query, right.key, right.value]
+    for index, whole in enumerate(expected):
+        for rank, results in enumerate(ranks):
+            part = layout.shard(whole.transpose(0, 1), 0, rank)
+            assert (results[index] - part).abs().max() < 0.05 * whole.abs().max()
+
+
 def test_masks_that_do_not_fit_are_refused_before_any_collective() -> None:
     run_ranks(2, masks_that_do_not_fit)
