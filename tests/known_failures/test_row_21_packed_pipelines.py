@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.megatron.packed_gpt import Arrange, Step, contiguous, train, unpacked, zigzag
+from tests.megatron.gathering import Step
+from tests.megatron.packed_gpt import Arrange, contiguous, train, unpacked, zigzag
 from tests.megatron.small_gpt import Setting
 from tests.megatron.test_parity import assert_same
 from tests.support.pool import run_ranks

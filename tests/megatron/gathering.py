@@ -5,13 +5,36 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .small_gpt import Setting, Trainer
+
+Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, gradient norm, gradients
+
 # Large enough that attention is far from uniform: a wrong layout or RoPE then shows.
 QUERY_KEY_SCALE, WEIGHT_SCALE = 0.3, 0.15
+
+
+def comparable(setting: Setting) -> Setting:
+    """Adam divides by the size of a gradient: with its usual epsilon, elements that are nothing but
+    rounding would move the weights as far as the others do."""
+    return replace(setting, lr=1e-3, adam_eps=1e-4)
+
+
+def steps_of(trainer: Trainer, chunks: list[Any], steps: int) -> list[Step]:
+    """Trains, and keeps all that shall be the same on other ranks."""
+    results = []
+    for number in range(steps):
+        loss = trainer.forward_backward(number)
+        gradients = whole_gradients(chunks, trainer.model)
+        updated, grad_norm, _ = trainer.optimizer.step()
+        assert updated
+        results.append((loss, float(grad_norm), gradients))
+    return results
 
 
 def set_weights(chunks: list[Any]) -> None:

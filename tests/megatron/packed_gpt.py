@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import lcm
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.megatron.gathering import set_weights, whole_gradients
+from tests.megatron.gathering import Step, comparable, set_weights, steps_of
 from tests.megatron.small_gpt import VOCABULARY, Setting, Trainer, gpt_chunks, local_spec
 from tests.megatron.stock import stock_spec
 from ulysses_mc import SequenceLayout, megatron_on_cpu, pad_documents, shard_batch, shift_labels
 
 # Of four micro-batches: one token alone, one document alone, neighbours of equal length.
 DOCUMENTS = ((5, 1, 9, 3), (16,), (1, 4, 4, 2), (13, 4))
-Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, gradient norm, gradients
 
 
 def boundaries(lengths: tuple[int, ...]) -> list[int]:
@@ -156,7 +154,7 @@ def sdpa_spec(config: Any) -> Any:
 def train(setting: Setting, arrange: Arrange, steps: int = 2) -> list[Step]:
     from ulysses_mc.layers import wire_rope
 
-    setting = replace(setting, lr=1e-3, adam_eps=1e-4)  # see test_parity
+    setting = comparable(setting)
     with megatron_on_cpu():
         setting.initialize()
         chunks = gpt_chunks(setting, stock_spec if arrange is unpacked else sdpa_spec)
@@ -164,11 +162,4 @@ def train(setting: Setting, arrange: Arrange, steps: int = 2) -> list[Step]:
         if arrange is contiguous:
             wire_rope(chunks)
         trainer = Trainer(setting, chunks, reader(arrange), forward_step)
-        results = []
-        for number in range(steps):
-            loss = trainer.forward_backward(number)
-            gradients = whole_gradients(chunks, trainer.model)
-            updated, grad_norm, _ = trainer.optimizer.step()
-            assert updated
-            results.append((loss, float(grad_norm), gradients))
-        return results
+        return steps_of(trainer, chunks, steps)

@@ -10,6 +10,15 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY, SEQUENCE = 64, 32
+MLA = dict(  # of a config with multi-head latent attention
+    multi_latent_attention=True,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=6,
+    rope_type="rope",
+)
 # Tokens that multi-token prediction leaves out. Megatron-core 0.19 scales its loss by the tokens
 # that *this rank* loses when labels are shifted once more; with these ones, two ranks in Megatron's
 # order lose none, nor does one.

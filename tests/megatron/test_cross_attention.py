@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.gathering import set_weights, whole_gradients
-from tests.megatron.packed_gpt import Step
-from tests.megatron.small_gpt import VOCABULARY, Setting, Trainer, gpt_chunks, zigzag
+from tests.megatron.gathering import Step, comparable, set_weights, steps_of
+from tests.megatron.small_gpt import MLA, VOCABULARY, Setting, Trainer, gpt_chunks, zigzag
 from tests.megatron.small_gpt import forward_step as gpt_forward_step
 from tests.megatron.stock import stock_spec
-from tests.megatron.test_packed import MLA
 from tests.megatron.test_parity import assert_same
 from tests.support.pool import run_ranks
 from ulysses_mc import ParallelConfigError, megatron_on_cpu
@@ -70,23 +68,13 @@ def forward_t5(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any
     return gpt_forward_step(iter([renamed]), lambda tokens, *_, **__: call(tokens))
 
 
-def steps_of(trainer: Trainer, models: list[Any], steps: int = 2) -> list[Step]:
-    results = []
-    for number in range(steps):
-        loss = trainer.forward_backward(number)
-        gradients = whole_gradients(models, trainer.model)
-        _, grad_norm, _ = trainer.optimizer.step()
-        results.append((loss, float(grad_norm), gradients))
-    return results
-
-
 def train_t5(setting: Setting, wired: bool) -> list[Step]:
-    setting = replace(setting, lr=1e-3, adam_eps=1e-4)
+    setting = comparable(setting)
     with megatron_on_cpu():
         setting.initialize()
         model = t5(setting, wired)
         set_weights([model])
-        return steps_of(Trainer(setting, [model], read_t5, forward_t5), [model])
+        return steps_of(Trainer(setting, [model], read_t5, forward_t5), [model], 2)
 
 
 def test_cross_attention_of_other_lengths() -> None:
@@ -104,7 +92,7 @@ def train_latent(setting: Setting, wired: bool) -> list[Step]:
         setting.initialize()
         chunks = gpt_chunks(setting, around_the_specs_core if wired else stock_spec)
         set_weights(chunks)
-        return steps_of(Trainer(setting, chunks), chunks)
+        return steps_of(Trainer(setting, chunks), chunks, 2)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

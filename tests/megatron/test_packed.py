@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.megatron.gathering import set_weights
+from tests.megatron.gathering import Step, set_weights
 from tests.megatron.packed_gpt import (
     Arrange,
-    Step,
     contiguous,
     in_megatrons_order,
     sdpa_spec,
@@ -23,7 +22,7 @@ from tests.megatron.packed_gpt import (
     whole_batch,
     zigzag,
 )
-from tests.megatron.small_gpt import Setting, gpt_chunks
+from tests.megatron.small_gpt import MLA, Setting, gpt_chunks
 from tests.megatron.test_parity import assert_same
 from tests.support import oracle
 from tests.support.pool import run_ranks
@@ -36,15 +35,6 @@ pytestmark = [
 pytest.importorskip("megatron.core")
 
 GQA = {"num_attention_heads": 8, "num_query_groups": 4}
-MLA = dict(
-    multi_latent_attention=True,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=6,
-    rope_type="rope",
-)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.gathering import set_weights, whole_gradients
+from tests.megatron.gathering import Step, comparable, set_weights, steps_of
 from tests.megatron.small_gpt import Setting, Trainer, gpt_chunks, local_spec
 from tests.support.pool import run_ranks
 from ulysses_mc import megatron_on_cpu
@@ -27,7 +27,6 @@ pytest.importorskip("megatron.core")
 STEPS = 5
 TOLERANCE = 2e-5  # relative to the largest element, float32
 
-Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, gradient norm, gradients
 GQA = {"num_attention_heads": 8, "num_query_groups": 4}
 MHA = {"num_attention_heads": 8}
 ONE_KV_PER_TENSOR_RANK = {"num_attention_heads": 8, "num_query_groups": 2}
@@ -92,22 +91,13 @@ WORLD_SIZES = {"ulysses2-dp2": 4, "ulysses2-dp4-optimizer": 8}
 
 
 def train(setting: Setting, core: str) -> list[Step]:
-    # Adam divides by the size of a gradient: with its usual epsilon, elements that are nothing
-    # but rounding would move the weights as far as the others do.
-    setting = replace(setting, lr=1e-3, adam_eps=1e-4)
+    setting = comparable(setting)
     with megatron_on_cpu():
         setting.initialize()
         chunks = gpt_chunks(setting, functools.partial(spec, core=core))
         set_weights(chunks)
         trainer = Trainer(setting, chunks)
-        steps = []
-        for number in range(STEPS):
-            loss = trainer.forward_backward(number)
-            gradients = whole_gradients(chunks, trainer.model)
-            updated, grad_norm, _ = trainer.optimizer.step()
-            assert updated
-            steps.append((loss, float(grad_norm), gradients))
-        return steps
+        return steps_of(trainer, chunks, STEPS)
 
 
 def spec(config: Any, core: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.small_gpt import Setting, Trainer, gpt_chunks, hybrid_chunks, local_spec
+from tests.megatron.small_gpt import MLA, Setting, Trainer, gpt_chunks, hybrid_chunks, local_spec
 from tests.support.pool import run_ranks
 from ulysses_mc import megatron_on_cpu
 
@@ -152,15 +152,6 @@ def test_hybrid_stack() -> None:
         assert_same(torch.tensor(rank), torch.tensor(right))
 
 
-MLA = dict(
-    multi_latent_attention=True,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=6,
-    rope_type="rope",
-)
 MOE = dict(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall")
 
 
