@@ -162,6 +162,20 @@ def test_other_kinds_of_layers(kind: dict[str, Any], spec: Callable[[Any], Any])
     assert_same(losses(Setting(cp=2, config=kind), spec), right)
 
 
+def test_the_auxiliary_loss_of_experts_does_not_depend_on_the_ranks() -> None:
+    """On 0.16 with the coefficient times the Ulysses size, as the README says."""
+    from megatron.core import __version__
+
+    def with_coefficient(setting: Setting, coefficient: float) -> torch.Tensor:
+        kind = MOE | dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=coefficient)
+        return losses(replace(setting, config=kind), ready_object)
+
+    factor = 2 if __version__.startswith("0.16") else 1
+    right = with_coefficient(Setting(), 0.5)
+    assert_same(with_coefficient(Setting(cp=2), 0.5 * factor), right)
+    assert (with_coefficient(Setting(cp=2), 0.0) - right).abs().max() > 0.1  # it counts
+
+
 def test_a_wrong_order_of_tokens_is_seen() -> None:
     wrong = losses(Setting(cp=2, config=GQA), contiguous_by_mistake)
     assert (wrong - losses(Setting(config=GQA), local_spec)).abs().max() > 1e-3
