@@ -12,9 +12,18 @@ from __future__ import annotations
 import os
 import sys
 
-from pretraining.config import parse
+from pretraining.config import Config, parse
 from pretraining.errors import UserError
 from pretraining.preflight import check, ranks_per_node
+
+
+def ranks(config: Config | None = None) -> int:
+    """torchrun's WORLD_SIZE; without it what one replica of the model takes, or 0."""
+    try:
+        given = int(os.environ.get("WORLD_SIZE", 0))
+    except ValueError:
+        raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r}, not a number") from None
+    return given or (ranks_per_node(config, 0) if config else 0)
 
 
 def main() -> int:
@@ -24,10 +33,10 @@ def main() -> int:
         if request.processes is not None:
             print(ranks_per_node(config, request.processes))
             return 0
-        shape = check(config, int(os.environ.get("WORLD_SIZE", 1)))
-        if request.check:
-            print(shape.describe())
+        if request.check is not None:
+            print(check(config, request.check or ranks(config)).describe())
             return 0
+        shape = check(config, ranks() or 1)
         from pretraining.run import run
 
         return run(config, shape)

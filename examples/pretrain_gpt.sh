@@ -47,7 +47,7 @@ processes=${NPROC_PER_NODE:-}
 if [ -z "$processes" ]; then # ask the config where there is no GPU to count
     processes=$("$python" "$here/pretrain_gpt.py" --processes "$gpus" "${options[@]}")
 fi
-WORLD_SIZE=$((nodes * processes)) "$python" "$here/pretrain_gpt.py" --check "${options[@]}" >/dev/null
+"$python" "$here/pretrain_gpt.py" --check $((nodes * processes)) "${options[@]}" >/dev/null
 
 "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes" \
     --node-rank "${NODE_RANK:-0}" --max-restarts "${MAX_RESTARTS:-0}" \

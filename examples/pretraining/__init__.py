@@ -2,6 +2,7 @@
 tensor, pipeline, data and Ulysses parallelism, small enough to read in one sitting.
 
     config      what can be set; YAML and command line
+    misread     what is wrong with options and YAML, key by key
     preflight   everything that can be checked before a process group or a GPU is touched
     indexed     reading and checking Megatron's .bin/.idx files without Megatron
     data        Megatron's GPTDataset, and which rank reads which sample

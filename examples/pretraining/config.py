@@ -8,14 +8,15 @@ Later options win. An unknown key is an error that names the nearest known one.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ulysses_mc.parallel_state import ParallelConfig
 
 from .errors import UserError
+from .misread import every_mistake, explain
+from .problems import Problems
 
 
 @dataclass
@@ -168,7 +169,8 @@ class Request:
     """A command line: the config, and what is asked besides training."""
 
     config: Config
-    check: bool
+    check: int | None
+    """ranks to check for; 0: as many as there will be, or as one replica of the model takes"""
     processes: int | None
 
 
@@ -176,7 +178,8 @@ def parse(argv: list[str] | None = None) -> Request:
     """Reads a command line.
 
     Raises:
-        UserError: unknown key, wrong type, unreadable YAML.
+        UserError: unknown keys, wrong types, unreadable YAML: all of them.
+        ParallelConfigError: every problem of the sizes in `parallel`.
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
@@ -184,58 +187,42 @@ def parse(argv: list[str] | None = None) -> Request:
         prog="pretrain_gpt.py", description=(__doc__ or "").split("\n\n")[0], exit_on_error=False
     )
     parser.add_argument("--config", action="config", help="YAML file; may be given several times")
-    parser.add_argument("--check", action="store_true", help="check everything, train nothing")
+    parser.add_argument(
+        "--check",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="RANKS",
+        help="check everything for so many ranks (default: WORLD_SIZE, or what one replica of the "
+        "model takes), train nothing",
+    )
     parser.add_argument(
         "--processes", type=int, metavar="GPUS", help="print how many ranks to start on a node"
     )
     parser.add_class_arguments(Config, None)
+    argv = sys.argv[1:] if argv is None else argv
     try:
         namespace = parser.parse_args(argv)
         values = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(namespace)
     except ArgumentError as error:
-        raise UserError(explain(str(error))) from None
+        known = known_keys()
+        mistakes = every_mistake(parser, ArgumentError, argv, known) or [explain(str(error), known)]
+        problems = Problems()
+        for mistake in mistakes:
+            problems.add(UserError(mistake))
+        problems.tell()
     names = [f.name for f in dataclasses.fields(Config)]
     config = Config(**{name: values[name] for name in names})
-    return Request(config, bool(namespace.check), namespace.processes)
+    return Request(config, namespace.check, namespace.processes)
 
 
-def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
-    """Every key that a config may have, dotted: `model`, `model.num_layers`, ..."""
-    keys = []
+def known_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every key that a config may have, dotted, with its default (None for a section)."""
+    keys: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
-        keys.append(prefix + f.name)
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        if dataclasses.is_dataclass(default):
-            keys += known_keys(type(default), f"{prefix}{f.name}.")
+        section = dataclasses.is_dataclass(default)
+        keys[prefix + f.name] = None if section else default
+        if section:
+            keys |= known_keys(type(default), f"{prefix}{f.name}.")
     return keys
-
-
-_UNKNOWN = (
-    r"Group '(?P<group>[\w.]+)' does not accept option '(?P<option>[\w.]+)'",
-    r"Option '(?P<option>[\w.]+)' is not accepted",
-    r"unrecognized arguments: --(?P<option>[\w.]+)",
-)
-
-
-def explain(message: str) -> str:
-    """jsonargparse's message on one line; for an unknown key, with the nearest known one."""
-    for pattern in _UNKNOWN:
-        if match := re.search(pattern, message):
-            parts = [match.groupdict().get("group"), match["option"]]
-            return unknown_key(".".join(p for p in parts if p), known_keys(), "config key")
-    return " ".join(message.split())
-
-
-def unknown_key(key: str, known: list[str], what: str) -> str:
-    """`unknown config key 'model.hiden_size'; the nearest known one is model.hidden_size`"""
-    group, dot, name = key.rpartition(".")
-    inside = [k for k in known if k.rpartition(".")[0] == group]
-    candidates = inside if dot and inside else known
-
-    def likeness(candidate: str) -> float:
-        own = candidate.rpartition(".")[2]
-        if name in own:  # `warmup` for lr_warmup_iters, or a field without its group
-            return 1.0 + len(name) / len(own)
-        return difflib.SequenceMatcher(None, key, candidate).ratio()
-
-    return f"unknown {what} {key!r}; the nearest known one is {max(candidates, key=likeness)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -16,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from ulysses_mc.layers import check_wired, wire_dropout, wire_rope
 from ulysses_mc.parallel_state import ParallelState
 
-from .config import Config, unknown_key
+from .config import Config
 from .errors import UserError
 from .preflight import RunShape
 from .specs import gpt_spec, hybrid_spec
@@ -67,10 +66,6 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
     }
     latent = model.transformer.get("multi_latent_attention")  # its ranks are fields of their own
     kind = MLATransformerConfig if latent else TransformerConfig
-    known = {f.name for f in dataclasses.fields(kind)}
-    for name in model.transformer:
-        if name not in known:
-            raise UserError(unknown_key(name, sorted(known), "field of model.transformer"))
     try:
         return kind(**{**fields, **model.transformer})
     except (ValueError, AssertionError, TypeError) as error:
@@ -126,10 +121,8 @@ def build_chunk(
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         return GPTModel(megatron, gpt_spec(config, megatron, vp_stage), **common)
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ImportError:
-        raise UserError("model.kind hybrid needs megatron-core >= 0.19 (Python >= 3.12)") from None
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
     return HybridModel(
         megatron, hybrid_spec(config), hybrid_layer_pattern=model.hybrid_layer_pattern, **common
     )

@@ -5,6 +5,7 @@ Pure arithmetic and a look at the data files: no torch, no Megatron, under a sec
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from math import lcm
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_mc.parallel_state import ParallelConfigError, RankGrid
+from ulysses_mc.planning.example_keys import value_problems
 
 from .config import Config
 from .errors import UserError
 from .indexed import open_checked
+from .model_rules import RULES
+from .problems import Problems
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,44 @@ def check(config: Config, world_size: int) -> RunShape:
     """Checks `config` for that many ranks.
 
     Raises:
-        ParallelConfigError, UserError: what is wrong, with the numbers and what would work.
+        ParallelConfigError, UserError: what is wrong, with the numbers and what would work; if
+            several things are, a UserError that lists them all.
     """
-    grid = RankGrid(config.parallel, world_size)
-    _check_model(config, grid)
+    problems = Problems()
+    grid = problems.of(RankGrid, config.parallel, world_size)
+    values = value_problems(dataclasses.asdict(config))
+    steps: int | None = None
+    for problem in values:
+        problems.add(UserError(str(problem)))
+    if not any(problem.rule.startswith("a whole number") for problem in values):
+        for rule in RULES:
+            problems.of(rule, config)
+        if grid is not None:
+            steps = problems.of(_accumulation_steps, config, grid)
+    prefixes = problems.of(data_prefixes, config) or []
+    vocab = None
+    if all(Path(f"{prefix}.idx").is_file() for prefix in prefixes[:1]):  # else one wrong name
+        vocab = problems.of(_vocabulary, config)
+    for prefix in prefixes:
+        problems.of(open_checked, prefix, vocab)
+    problems.tell()
+    assert grid is not None and steps is not None and vocab is not None
+    multiple = token_multiple(config, grid)
+    # Not times tp, as in Megatron-LM: a checkpoint then fits every tp that divides it.
+    step = lcm(config.model.make_vocab_size_divisible_by, grid.size("tp"))
+    return RunShape(
+        grid=grid,
+        micro_batch_size=config.batch.micro_batch_size,
+        accumulation_steps=steps,
+        seq_length=config.model.seq_length,
+        padded_seq_length=-(-config.model.seq_length // multiple) * multiple,
+        token_multiple=multiple,
+        vocab_size=vocab,
+        padded_vocab_size=-(-vocab // step) * step,
+    )
+
+
+def _vocabulary(config: Config) -> int:
     description = describe_data(config)
     vocab = config.model.vocab_size or description.vocab_size
     if vocab < description.vocab_size:
@@ -110,23 +148,18 @@ def check(config: Config, world_size: int) -> RunShape:
             f"model.vocab_size {vocab} is smaller than the data's vocabulary, "
             f"{description.vocab_size} ({description.source})"
         )
-    for prefix in data_prefixes(config):
-        open_checked(prefix, vocab)
-    multiple = token_multiple(config, grid)
-    # Not times tp, as in Megatron-LM: a checkpoint then fits every tp that divides it.
-    step = lcm(config.model.make_vocab_size_divisible_by, grid.size("tp"))
-    return RunShape(
-        grid=grid,
-        micro_batch_size=config.batch.micro_batch_size,
-        accumulation_steps=accumulation_steps(
-            grid, config.batch.micro_batch_size, config.batch.global_batch_size, "batch"
-        ),
-        seq_length=config.model.seq_length,
-        padded_seq_length=-(-config.model.seq_length // multiple) * multiple,
-        token_multiple=multiple,
-        vocab_size=vocab,
-        padded_vocab_size=-(-vocab // step) * step,
-    )
+    return vocab
+
+
+def _accumulation_steps(config: Config, grid: RankGrid) -> int:
+    """Those of a training step; evaluation's own batch must fit as well."""
+    batch, own = config.batch, config.evaluation
+    micro, total = batch.micro_batch_size, batch.global_batch_size
+    steps = accumulation_steps(grid, micro, total, "batch")
+    if own.interval and (own.micro_batch_size or own.global_batch_size):
+        evaluated = own.micro_batch_size or micro, own.global_batch_size or total
+        accumulation_steps(grid, *evaluated, "evaluation")
+    return steps
 
 
 def ranks_per_node(config: Config, gpus: int) -> int:
@@ -157,72 +190,6 @@ def accumulation_steps(grid: RankGrid, micro: int, total: int, group: str) -> in
             f"global_batch_size {f'{below} or ' if below > 0 else ''}{above}",
         )
     return total // (micro * data)
-
-
-# Megatron's, in model.transformer: embedding and loss count as a layer each. Both or neither.
-_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-
-
-def _check_model(config: Config, grid: RankGrid) -> None:
-    model, tensor = config.model, grid.size("tp")
-    heads = model.num_attention_heads
-    groups = model.num_query_groups or heads
-    _divides(heads, tensor, "model.num_attention_heads", "tensor_model_parallel_size")
-    if groups % tensor and tensor % groups:
-        raise ParallelConfigError(
-            f"{groups} key/value heads over tensor_model_parallel_size={tensor}.",
-            rule="num_query_groups divides, or is a multiple of, tensor_model_parallel_size.",
-            nearest=f"num_query_groups {tensor}",
-        )
-    _divides(heads, groups, "model.num_attention_heads", "model.num_query_groups")
-    _check_messages(config, grid)
-    if config.data.isolate_documents and (model.transformer_impl, model.local_attention) == (
-        "local",
-        "spec",
-    ):
-        raise UserError(
-            "data.isolate_documents with Megatron's DotProductAttention, which cannot keep "
-            "documents apart: set model.local_attention auto or sdpa"
-        )
-    stages = grid.size("pp") * (config.parallel.virtual_pipeline_model_parallel_size or 1)
-    if model.kind == "gpt":
-        ends = 2 if all(model.transformer.get(name) for name in _ENDS) else 0
-        what = "model.num_layers" + " + embedding + loss" * (ends > 0)
-        _divides(model.num_layers + ends, stages, what, "pipeline stages x chunks")
-    elif not model.hybrid_layer_pattern:
-        raise UserError("model.kind hybrid needs model.hybrid_layer_pattern, for example '*-*-'")
-    if model.seq_length < 1:
-        raise UserError(f"model.seq_length is {model.seq_length}; it is at least 1")
-
-
-def _check_messages(config: Config, grid: RankGrid) -> None:
-    """model.transformer may undo what keeps the messages of two interleaved stages apart."""
-    chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
-    if grid.size("pp") == 2 and chunks > 1 and not _overlaps(config.model.transformer):
-        raise ParallelConfigError(
-            f"{chunks} model chunks on each of 2 pipeline stages, with "
-            "batch_p2p_comm or without overlap_p2p_comm in model.transformer.",
-            rule="without it, messages of one batch between the same two ranks are mistaken for "
-            "one another",
-            nearest="model.transformer without overlap_p2p_comm and batch_p2p_comm.",
-        )
-
-
-def _overlaps(transformer: dict[str, Any]) -> bool:
-    return transformer.get("overlap_p2p_comm", True) and not transformer.get("batch_p2p_comm")
-
-
-def _divides(number: int, divisor: int, what: str, by: str) -> None:
-    if number < 1 or number % divisor:
-        near = [d for d in range(1, number + 1) if number % d == 0] or [1]
-        best = sorted(near, key=lambda d: abs(d - divisor))[:2]
-        raise ParallelConfigError(
-            f"{what} {number} over {by} {divisor}.",
-            f"{number} / {divisor} = {number / divisor:.3g}.",
-            f"{by} divides {what}.",
-            f"{by} {' or '.join(map(str, sorted(best)))} with {what} {number}; or {what} "
-            f"{max(1, round(number / divisor)) * divisor} with {by} {divisor}",
-        )
 
 
 def data_prefixes(config: Config) -> list[str]:

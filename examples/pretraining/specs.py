@@ -10,7 +10,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ulysses_mc.layers import specs, with_ulysses
 
 from .config import Config
-from .errors import UserError
 
 
 def gpt_spec(config: Config, megatron: TransformerConfig, vp_stage: int | None) -> Any:
@@ -26,10 +25,4 @@ def hybrid_spec(config: Config) -> Any:
     """A HybridModel stack (megatron-core >= 0.19)."""
     if config.model.transformer_impl == "transformer_engine":
         return specs.hybrid_stack_te
-    unsupported = set(config.model.hybrid_layer_pattern or "") - set("*-E|")
-    if unsupported:
-        raise UserError(
-            f"hybrid layers {''.join(sorted(unsupported))!r} need model.transformer_impl "
-            "transformer_engine; without it the pattern holds * (attention), - (MLP), E (experts)"
-        )
     return specs.hybrid_stack_local

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.examples.test_indexed import write_pair
+
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,3 +27,12 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     facts = {"vocab_size": 100, "end_of_document": 0, "padding": 1}
     (folder / "data.json").write_text(json.dumps(facts))
     return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """The prefix of data files with a vocabulary of 300."""
+    write_pair(tmp_path / "text", [5000, 5000])
+    facts = {"vocab_size": 300, "end_of_document": 0, "padding": 1}
+    (tmp_path / "data.json").write_text(json.dumps(facts))
+    return str(tmp_path / "text")

@@ -288,3 +288,17 @@ def test_isolated_documents_train_alike_under_any_layout(small_data: Path, tmp_p
         found.append(run_ranks(world, train, options, timeout=120)[0])
     for kind in ("train", "valid"):
         assert losses(found[1], kind) == pytest.approx(losses(found[0], kind), rel=2e-6)
+
+
+def test_the_hybrid_config_trains_as_on_one_rank(small_data: Path, tmp_path: Path) -> None:
+    """examples/configs/hybrid.yaml, made smaller, at its own tp2 x ulysses2."""
+    pytest.importorskip("megatron.core.models.hybrid", reason="megatron-core >= 0.19")
+    config = Path(__file__).resolve().parents[2] / "examples/configs/hybrid.yaml"
+    found = []
+    for world, sizes in ((4, []), (1, layout(tensor_model=1, ulysses=1))):
+        options = ["--config", str(config), *SMALL, f"--data.path=[{small_data}/text]", *sizes]
+        options += [f"--output={tmp_path / str(world)}"]
+        found.append(run_ranks(world, train, options, timeout=120)[0])
+    for kind in ("train", "valid"):
+        assert losses(found[0], kind) == pytest.approx(losses(found[1], kind), rel=2e-6)
+    assert losses(found[0])[6] < losses(found[0])[1]

@@ -76,6 +76,7 @@ KEYS: dict[str, dict[str, Kind]] = {
     "logging": {"interval": COUNT, "tensorboard": bool, "plot": bool,
                 "peak_tflops_per_gpu": Range(0)},
 }  # fmt: skip
+LR, MIN_LR = 1e-3, 1e-4  # where a config says nothing
 TOP: dict[str, Kind] = {"output": str, "device": ("auto", "cpu", "cuda")}
 # Read with their own messages where the run is made.
 _READ = {"parallel", "model", "batch"}
@@ -95,10 +96,65 @@ def key_problems(data: Mapping[str, Any], source: str) -> list[Problem]:
                     problems.append(_unknown(source, f"{key}.{name}", tuple(KEYS[key])))
                 elif key not in _READ:
                     problems += _value(f"{source}: {key}.{name}", inner, KEYS[key][name])
+            if key == "optimizer":
+                rates = value.get("lr", LR), value.get("min_lr", MIN_LR)
+                problems += rate_problems(*rates, f"{source}: ")
         elif value is not None:
             text = f"{source}: {key} is {value!r}"
             problems.append(Problem(text, "a section with keys of its own"))
     return problems
+
+
+def rate_problems(
+    lr: Any,
+    min_lr: Any,
+    source: str = "",
+    names: tuple[str, str] = ("optimizer.lr", "optimizer.min_lr"),
+) -> list[Problem]:
+    """Whether min_lr is at most lr, which Megatron's scheduler asserts once the model is built.
+
+    Args:
+        lr, min_lr: what was given; what is not a number is told elsewhere.
+        source: what stands before the message.
+        names: what the two are called there.
+    """
+    high, low = _as_number(lr), _as_number(min_lr)
+    if not (Range().holds(high) and Range().holds(low)) or low <= high:
+        return []
+    text = f"{source}{names[1]} {low:g} with {names[0]} {high:g}"
+    rule = f"the rate falls from {names[0]} to {names[1]}"
+    return [Problem(text, rule, f"{names[1]} {high:g} or {names[0]} {low:g}")]
+
+
+def value_problems(data: Mapping[str, Any]) -> list[Problem]:
+    """Values that are out of range, and rates that contradict one another.
+
+    Args:
+        data: a whole config, every key there; its sizes (`parallel`) are checked elsewhere.
+    """
+    inside = [
+        _value(f"{section}.{name}", data[section][name], kind)
+        for section, keys in KEYS.items()
+        for name, kind in keys.items()
+        if section != "parallel"
+    ]
+    rates = data["optimizer"]["lr"], data["optimizer"]["min_lr"]
+    return [*(p for found in inside for p in found), *rate_problems(*rates)]
+
+
+def rule_of(key: str) -> str:
+    """What the value of a dotted key is, in words: `one of gpt, hybrid`."""
+    section, _, name = key.partition(".")
+    kind = TOP.get(section) if not name else KEYS.get(section, {}).get(name)
+    return "a section with keys of its own" if kind is None else _rule(kind)
+
+
+def _rule(kind: Kind) -> str:
+    if isinstance(kind, Range):
+        return kind.rule()
+    if isinstance(kind, tuple):
+        return f"one of {', '.join(kind)}"
+    return {str: "text", bool: "true or false", list: "a list", dict: "keys of its own"}[kind]
 
 
 def _unknown(source: str, key: str, known: tuple[str, ...]) -> Problem:
@@ -121,13 +177,11 @@ def _value(name: str, value: Any, kind: Kind) -> list[Problem]:
         return []
     text = f"{name} is {value!r}"
     if isinstance(kind, Range):
-        return [] if kind.holds(_as_number(value)) else [Problem(text, kind.rule())]
+        return [] if kind.holds(_as_number(value)) else [Problem(text, _rule(kind))]
     if isinstance(kind, tuple):
         near = get_close_matches(str(value).lower(), kind, n=1, cutoff=0.4)
-        ok = value in kind
-        return [] if ok else [Problem(text, f"one of {', '.join(kind)}", "".join(near))]
-    words = {str: "text", bool: "true or false", list: "a list", dict: "keys of its own"}
-    return [] if isinstance(value, kind) else [Problem(text, words[kind])]
+        return [] if value in kind else [Problem(text, _rule(kind), "".join(near))]
+    return [] if isinstance(value, kind) else [Problem(text, _rule(kind))]
 
 
 def _as_number(value: Any) -> Any:

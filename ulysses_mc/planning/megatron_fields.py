@@ -16,19 +16,25 @@ _FILES = ("model_parallel_config.py", "transformer/transformer_config.py")
 
 
 @lru_cache(maxsize=1)
-def transformer_fields() -> dict[str, frozenset[str]]:
-    """Fields by class of Megatron's config files; {} where Megatron is not installed."""
+def core_folder() -> Path | None:
+    """Where `megatron.core` lies; None where it is not installed."""
     try:
         spec = util.find_spec("megatron")  # the package alone: megatron.core would import torch
     except (ImportError, ValueError):
+        return None
+    places = (spec.submodule_search_locations or ()) if spec else ()
+    folders = (Path(place) / "core" for place in places)
+    return next((folder for folder in folders if (folder / _FILES[0]).is_file()), None)
+
+
+@lru_cache(maxsize=1)
+def transformer_fields() -> dict[str, frozenset[str]]:
+    """Fields by class of Megatron's config files; {} where Megatron is not installed."""
+    folder = core_folder()
+    if folder is None:
         return {}
-    found: dict[str, frozenset[str]] = {}
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for name in _FILES:
-            file = Path(folder) / "core" / name
-            if file.is_file():
-                found |= _classes(file.read_text(encoding="utf-8"))
-    return found
+    files = [folder / name for name in _FILES if (folder / name).is_file()]
+    return {k: v for file in files for k, v in _classes(file.read_text(encoding="utf-8")).items()}
 
 
 def _classes(source: str) -> dict[str, frozenset[str]]:

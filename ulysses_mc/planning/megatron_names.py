@@ -32,13 +32,13 @@ READ = frozenset(
         "recompute-granularity", "recompute-method", "recompute-num-layers",
         "recompute-modules", "fp8-format", "spec", "attention-backend", "transformer-impl",
         "data-parallel-sharding-strategy", "decoder-first-pipeline-num-layers",
-        "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout",
+        "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout", "lr", "min-lr",
     ]
 )  # fmt: skip
 # Flags with a value that change nothing here.
 OTHER = frozenset(
     [
-        "lr", "min-lr", "lr-decay-style", "lr-warmup-iters", "lr-decay-iters",
+        "lr-decay-style", "lr-warmup-iters", "lr-decay-iters",
         "lr-warmup-samples", "lr-warmup-fraction", "weight-decay", "clip-grad", "adam-beta1",
         "adam-beta2", "adam-eps", "init-method-std", "seed", "train-iters", "train-samples",
         "eval-iters", "eval-interval", "save", "save-interval", "load", "data-path", "split",

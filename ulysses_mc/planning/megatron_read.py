@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from .example_keys import rate_problems
 from .fields import Fields
 from .hugging_face import model_problems
 from .megatron_layout import chunks, context_sizes, hand_made, runs_on
@@ -35,6 +36,9 @@ def read_megatron(command: str | Sequence[str], source: str = "command line") ->
     problems = [*unreadable, *problems]
     fields = Fields(values, source)
     fields.problems += problems
+    if "lr" in values and "min-lr" in values:
+        rates = values["lr"], values["min-lr"]
+        fields.problems += rate_problems(*rates, f"{source}: ", ("--lr", "--min-lr"))
     model = _model(fields)
     derived = "kv-channels" not in values and model.mla is None
     fields.problems += model_problems(model, source, fields.problems, derived=derived)
