@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from .parallel_state.errors import ParallelConfigError
@@ -24,12 +25,14 @@ class SequenceLayout:
         chunks: per rank, its `(start, stop)` chunks; together they cover `[0, s)` exactly once.
 
     Raises:
-        ParallelConfigError: the chunks leave a gap or overlap.
+        ParallelConfigError: the chunks leave a gap or overlap, are not of whole numbers, or are
+            those of no rank at all.
     """
 
     chunks: tuple[tuple[Chunk, ...], ...]
 
     def __post_init__(self) -> None:
+        _check_chunks(self.chunks)
         normal = tuple(_merge_adjacent(rank_chunks) for rank_chunks in self.chunks)
         object.__setattr__(self, "chunks", normal)
         expected = 0
@@ -50,19 +53,17 @@ class SequenceLayout:
 
         The rule of `torch.tensor_split`.
         """
+        _check_sizes([sequence_length], group_size)
         small, longer = divmod(sequence_length, group_size)
         return cls.from_lengths([small + (rank < longer) for rank in range(group_size)])
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> SequenceLayout:
         """Rank r holds the r-th run, of the length given for it (0 allowed)."""
+        lengths = list(lengths)
+        _check_sizes(lengths, len(lengths))
         chunks, start = [], 0
-        for rank, length in enumerate(lengths):
-            if length < 0:
-                raise ParallelConfigError(
-                    f"A sequence layout with length {length} for rank {rank}.",
-                    rule="every length is 0 or more",
-                )
+        for length in lengths:
             chunks.append(((start, start + length),))
             start += length
         return cls(tuple(chunks))
@@ -83,6 +84,13 @@ class SequenceLayout:
 
         Source: transformer_engine's thd_get_partitioned_indices.
         """
+        _check_sizes(cu_seqlens, group_size)
+        _check_sizes([end - begin for begin, end in pairwise(cu_seqlens)], group_size)
+        if not len(cu_seqlens) or cu_seqlens[0] != 0:
+            raise ParallelConfigError(
+                f"A zigzag layout of documents between {list(cu_seqlens[:4])}, ...",
+                rule="cu_seqlens starts at 0",
+            )
         if group_size == 1:
             return cls.from_lengths([cu_seqlens[-1]])
         per_rank: list[list[Chunk]] = [[] for _ in range(group_size)]
@@ -160,6 +168,40 @@ class SequenceLayout:
             pieces += zip((start for start, _ in rank_chunks), split, strict=True)
         pieces.sort(key=lambda piece: piece[0])
         return torch.cat([shards[0].narrow(dim, 0, 0), *(piece for _, piece in pieces)], dim)
+
+
+def _is_whole(number: object, least: int) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= least
+
+
+def _check_sizes(lengths: Sequence[int], group_size: int) -> None:
+    """Refuses lengths and numbers of ranks that are no counts."""
+    wrong = [f"length {length!r}" for length in lengths if not _is_whole(length, 0)]
+    if not _is_whole(group_size, 1):
+        wrong.append(f"{group_size!r} ranks")
+    if wrong:
+        raise ParallelConfigError(
+            f"A sequence layout with {wrong[0]}.",
+            rule="a length is a whole number of tokens, 0 or more, and a group has 1 rank or more",
+            nearest="an int: SequenceLayout.contiguous(sequence_length, group.size()).",
+        )
+
+
+def _check_chunks(chunks: Sequence[Sequence[Chunk]]) -> None:
+    """Refuses what is not [(start, stop), ...] of whole numbers for each of one or more ranks."""
+    try:
+        fits = len(chunks) > 0 and all(
+            _is_whole(start, 0) and _is_whole(stop, start) for own in chunks for start, stop in own
+        )
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ParallelConfigError(
+            f"A sequence layout of chunks {chunks!r:.200}.",
+            rule="each rank of the group, one at least, has a list of chunks (start, stop), whole "
+            "numbers of tokens with 0 <= start <= stop",
+            nearest="SequenceLayout((((0, 4),), ((4, 8),))) for 4 tokens on each of 2 ranks.",
+        )
 
 
 def _merge_adjacent(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

@@ -149,5 +149,24 @@ def test_what_is_no_layout_is_refused():
         SequenceLayout((((0, 4),), ((5, 8),)))
     with pytest.raises(ParallelConfigError, match="length -1"):
         SequenceLayout.from_lengths([4, -1])
+    for arguments in [(8, 0), (8, -1), (8.0, 4), (8, 4.0), (8, True), (True, 2), (-8, 2), ("8", 2)]:
+        for build in (SequenceLayout.contiguous, SequenceLayout.zigzag):
+            with pytest.raises(ParallelConfigError, match=r"Nearest that work: an int"):
+                build(*arguments)
+    with pytest.raises(ParallelConfigError, match="starts at 0"):
+        SequenceLayout.zigzag_packed([2, 10], 1)
+    with pytest.raises(ParallelConfigError, match="0 ranks"):
+        SequenceLayout.from_lengths([])
+    for chunks in [
+        (),
+        None,
+        ((0, 4),),
+        (((0.0, 4.0),),),
+        (((0, True),),),
+        (((0,),),),
+        (((4, 0),),),
+    ]:
+        with pytest.raises(ParallelConfigError, match="each rank of the group, one at least"):
+            SequenceLayout(chunks)
     with pytest.raises(ParallelConfigError, match="7 tokens along dim 1"):
         SequenceLayout.contiguous(8, 2).shard(torch.zeros(1, 7), 1, 0)
