@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -43,7 +44,7 @@ def shard_batch(
         rank: this rank in that group.
         dim: the sequence dim.
         dims: sequence dim of single tensors that have it elsewhere, e.g. `{"embeddings": 0}`.
-        whole: names of further tensors that are not per-token.
+        whole: names of further tensors that are not per-token; a string is one name.
 
     Returns:
         A new dict, the same entries on every rank. `position_ids` [b, s_r] (or [t_r]) are made if
@@ -85,8 +86,10 @@ def document_boundaries(
         cu_seqlens: [documents + 1] or [1, documents + 1], not decreasing, from 0.
 
     Raises:
-        ParallelConfigError: it does not start at 0, decreases, or ends behind the sequence.
+        ParallelConfigError: it does not start at 0, decreases, or ends behind the sequence; or it
+            is no list of whole numbers.
     """
+    check_whole_numbers(cu_seqlens)
     if isinstance(cu_seqlens, torch.Tensor):
         cu_seqlens = cu_seqlens.flatten().tolist()
     cu = [int(x) for x in cu_seqlens]
@@ -98,6 +101,31 @@ def document_boundaries(
             "sequence length or, if padding follows, before it",
         )
     return cu if cu[-1] == sequence_length else [*cu, sequence_length]
+
+
+def check_whole_numbers(cu_seqlens: Any) -> None:
+    """Refuses boundaries that are not whole numbers in a row, without reading a tensor's values.
+
+    Raises:
+        ParallelConfigError: floats, several rows, no sequence at all.
+    """
+    if isinstance(cu_seqlens, torch.Tensor):
+        kind = f"a tensor of shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        one_row = cu_seqlens.dim() == 1 or (cu_seqlens.dim() == 2 and cu_seqlens.size(0) == 1)
+        fits = one_row and cu_seqlens.dtype in (torch.int32, torch.int64)
+    else:
+        kind = f"{cu_seqlens!r:.200}"
+        try:
+            fits = all(operator.index(x) is not None for x in cu_seqlens)
+        except TypeError:
+            fits = False
+    if not fits:
+        raise ParallelConfigError(
+            f"cu_seqlens is {kind}.",
+            rule="document boundaries are whole numbers of tokens, [documents + 1] or "
+            "[1, documents + 1], the same for every row of a batch",
+            nearest="a list of ints, or a tensor of int32.",
+        )
 
 
 def cu_seqlens_from_position_ids(
@@ -182,7 +210,8 @@ def shift_labels(
 
 def stays_whole(name: str, whole: Sequence[str]) -> bool:
     """Whether a batch entry of this name is not per-token."""
-    return name in WHOLE or name in whole or name.startswith(WHOLE_PREFIXES)
+    names = (whole,) if isinstance(whole, str) else whole  # else "loss" would be in "loss_mask"
+    return name in WHOLE or name in names or name.startswith(WHOLE_PREFIXES)
 
 
 def _shard_one(

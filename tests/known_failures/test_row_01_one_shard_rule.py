@@ -97,3 +97,10 @@ def test_what_is_local_already_passes() -> None:
 def test_a_rank_outside_the_group_is_refused(rank: int) -> None:
     with pytest.raises(ParallelConfigError, match="0 to 1"):
         shard_batch({"tokens": torch.zeros(2, 5)}, SequenceLayout.contiguous(5, 2), rank)
+
+
+def test_a_name_alone_is_one_name_not_its_letters() -> None:
+    batch = {"loss": torch.zeros(2, 4), "loss_mask": torch.zeros(7)}
+    layout = SequenceLayout.contiguous(4, 2)
+    local = shard_batch(batch, layout, 0, whole="loss_mask")
+    assert local["loss"].shape == (2, 2) and local["loss_mask"] is batch["loss_mask"]
