@@ -150,6 +150,8 @@ def closest(name: str, known: tuple[str, ...]) -> str:
     return repr(candidates[match[0]]) if match else " or ".join(map(repr, known))
 
 
+_SHORTEST, _LONGEST = 0.001, 525600  # minutes; PyTorch counts in milliseconds and overflows
+
 Problem = tuple[str, str, str]  # what is wrong, the rule, what would work
 
 
@@ -163,10 +165,11 @@ def _size_problems(config: ParallelConfig) -> list[Problem]:
             problems.append(
                 (f"{name} is {size!r}", "sizes are whole numbers from 1 up", f"{name}=1")
             )
-    timeout = config.distributed_timeout_minutes
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        name = "distributed_timeout_minutes"
-        problems.append((f"{name} is {timeout!r}", f"{name} is positive", f"{name}=30"))
+    timeout, name = config.distributed_timeout_minutes, "distributed_timeout_minutes"
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and _SHORTEST <= timeout <= _LONGEST):  # nor is NaN
+        rule = f"{name} is positive, from {_SHORTEST} (60 ms) to {_LONGEST} (a year)"
+        problems.append((f"{name} is {timeout!r}", rule, f"{name}=30"))
     stages, chunks = (
         config.pipeline_model_parallel_size,
         config.virtual_pipeline_model_parallel_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,12 @@ from .state import STANDARD_GROUPS, Axes, ParallelState, create_groups
 
 
 class _Current:
-    """The state that the module-level getters read: the only thing here that outlives a call."""
+    """The states made here, oldest first: the only thing here that outlives a call.
 
-    state: ParallelState | None = None
+    The module-level getters read the last one.
+    """
+
+    states: ClassVar[list[ParallelState]] = []
 
 
 def initialize_model_parallel(
@@ -88,14 +91,14 @@ def initialize_model_parallel(
     adopted: dict[Axes, dist.ProcessGroup] = {}
     started = False
     if through_megatron:
-        before = _Current.state
+        before = _Current.states[-1] if _Current.states else None
         started = megatron_groups.start_or_adopt(grid, options)
         # Initialised twice alike: whichever state is destroyed last ends Megatron.
         if before is not None and before.started_megatron and not before.destroyed:
             started = True
         adopted = megatron_groups.adopt(grid, rank)
     created, count = create_groups(grid, rank, kinds, adopted, timeout)
-    _Current.state = ParallelState(
+    state = ParallelState(
         grid,
         rank,
         adopted=adopted,
@@ -103,26 +106,26 @@ def initialize_model_parallel(
         num_groups_created=count,
         started_megatron=started,
     )
-    return _Current.state
+    _Current.states.append(state)
+    return state
 
 
 def get_parallel_state() -> ParallelState:
     """The state of the last initialize_model_parallel."""
-    if _Current.state is None:
+    if not _Current.states:
         raise ParallelConfigError(
             "No parallel state in this process.",
             rule="ulysses_mc.parallel_state.initialize_model_parallel(config) comes first.",
         )
-    return _Current.state
+    return _Current.states[-1]
 
 
 def model_parallel_is_initialized() -> bool:
     """Whether there is a state that the getters can read."""
-    return _Current.state is not None
+    return bool(_Current.states)
 
 
 def destroy_model_parallel() -> None:
-    """End the groups of the current state; another may then be initialised, with other sizes."""
-    state, _Current.state = _Current.state, None
-    if state is not None:
-        state.destroy()
+    """End the groups of every state; another may then be initialised, with other sizes."""
+    while _Current.states:
+        _Current.states.pop().destroy()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .errors import ParallelConfigError
 from .grid import RankGrid
+from .state import end_groups
 
 # Set from the ParallelConfig, or changing which ranks form a group.
 _OURS = {
@@ -76,9 +77,11 @@ def start_or_adopt(grid: RankGrid, options: Mapping[str, Any]) -> bool:
         raise
     # Megatron leaves some of its groups at PyTorch's default, seen in 0.16.1.
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    # Public since PyTorch 2.14.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in mpu._global_process_group_list or []:
         if group is not None and dist.get_backend(group) != "fake":
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
     return True
 
 
@@ -124,10 +127,7 @@ def destroy() -> None:
 
     groups = [group for group in mpu._global_process_group_list or [] if group is not None]
     mpu.destroy_model_parallel()
-    alive = dist.distributed_c10d._world.pg_map
-    for group in dict.fromkeys(groups):
-        if group in alive:
-            dist.destroy_process_group(group)
+    end_groups(groups)
 
 
 def check_megatron_accepts(

@@ -70,6 +70,16 @@ class ParallelState(DeepSpeedNames):
         self._created = dict(created or {})
         self._destroyed = False
 
+    def __repr__(self) -> str:
+        shape = [*self.grid.dense_shape]
+        if self.config.has_experts:
+            shape += [pair for pair in self.grid.expert_shape if pair not in shape]
+        sizes = " x ".join(f"{axis} {size}" for axis, size in shape)
+        ended = ", destroyed" if self._destroyed else ""
+        return (
+            f"<ParallelState of rank {self.global_rank} in {self.grid.world_size}: {sizes}{ended}>"
+        )
+
     @property
     def config(self) -> ParallelConfig:
         """The sizes and order that the state was made from."""
@@ -167,8 +177,7 @@ class ParallelState(DeepSpeedNames):
         if self._destroyed:
             return
         self._destroyed = True
-        for group in self._created.values():
-            dist.destroy_process_group(group)
+        end_groups(self._created.values())
         if self.started_megatron:
             from . import megatron_groups
 
@@ -186,6 +195,13 @@ class ParallelState(DeepSpeedNames):
         elif asked and self.world_size(*asked) > 1:
             names |= asked
         return frozenset(names)
+
+
+def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy the groups that are still there: not those that ended with a former default group."""
+    for group in dict.fromkeys(groups):
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def create_groups(

@@ -62,6 +62,12 @@ def test_every_problem_is_reported_together():
         assert part in text, text
 
 
+@pytest.mark.parametrize("minutes", [float("inf"), float("nan"), 1e300, 0, 1e-9, -1, True, "30"])
+def test_timeouts_that_no_group_can_have(minutes):
+    with pytest.raises(ParallelConfigError, match=r"from 0\.001 \(60 ms\) to 525600"):
+        ParallelConfig(distributed_timeout_minutes=minutes)
+
+
 @pytest.mark.parametrize(
     ("unknown", "known"),
     [("tpp", "tp"), ("ulyses", "ulysses"), ("sequence", "ulysses"), ("pipeline", "pp")],

@@ -144,6 +144,23 @@ def test_two_states_at_once():
     assert run_ranks(4, two_at_once) == [[2, 4, 2, 2]] * 4
 
 
+def initialised_twice():
+    for sizes in (2, 4):
+        initialize_model_parallel(ParallelConfig(ulysses_parallel_size=sizes), use_megatron=False)
+    text = repr(get_parallel_state())
+    destroy_model_parallel()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    assert not parallel_state.model_parallel_is_initialized()
+    return text
+
+
+def test_destroy_ends_the_groups_of_every_state_and_repr_is_one_line():
+    for rank, text in enumerate(run_ranks(4, initialised_twice)):
+        assert (
+            text == f"<ParallelState of rank {rank} in 4: tp 1 x ulysses 4 x ring 1 x dp 1 x pp 1>"
+        )
+
+
 def timeouts():
     config = ParallelConfig(ulysses_parallel_size=2, distributed_timeout_minutes=2 / 60)
     state = initialize_model_parallel(config, use_megatron=False)
