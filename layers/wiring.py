@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Layers that mix tokens otherwise than by a core attention.
 _SEQUENCE_MIXERS = ("MambaMixer", "GatedDeltaNet", "KimiDeltaAttention", "AbsorbedMLASelfAttention")
+# PyTorch's own, which a model may have beside Megatron's layers.
+_TORCH_MIXERS = (torch.nn.MultiheadAttention, torch.nn.RNNBase)
 _BIAS_DROPOUT_ADDS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")
 
 
@@ -46,6 +48,7 @@ def check_wired(model: Any, state: ParallelState) -> None:
     modules = [item for chunk in chunks for item in chunk.named_modules()]
     _check_attention(modules, ulysses)
     _check_mixers(modules, ulysses)
+    _check_torch_mixers(modules, ulysses)
     _check_positions(modules, ulysses)
     _check_latent(modules, config.tensor_model_parallel_size, ulysses)
     _check_dropout(modules, ulysses)
@@ -101,6 +104,22 @@ def _check_mixers(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> N
             "only softmax attention is exact between the exchanges; Mamba and linear attention "
             "carry a state from token to token",
             "ulysses_parallel_size 1, or a stack of attention layers.",
+        )
+
+
+def _check_torch_mixers(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:
+    """A call of `scaled_dot_product_attention` in a module of one's own cannot be seen."""
+    found = [
+        f"{name or 'model'} ({type(module).__name__})"
+        for name, module in modules
+        if isinstance(module, _TORCH_MIXERS)
+    ]
+    if found:
+        raise _error(
+            found,
+            ulysses,
+            "it would mix the tokens of this rank alone, as if they were the whole sequence",
+            "UlyssesAttention between projections of one's own; or ulysses_parallel_size 1.",
         )
 
 

@@ -196,6 +196,28 @@ def test_mamba_is_refused() -> None:
         check_wired(model, state)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        torch.nn.MultiheadAttention(8, 2),
+        torch.nn.TransformerEncoderLayer(8, 2, batch_first=True),
+        torch.nn.LSTM(8, 8),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_pytorchs_own_mixers_are_refused(mixer: torch.nn.Module) -> None:
+    from types import SimpleNamespace
+
+    sizes = dict(ring_parallel_size=1, tensor_model_parallel_size=1)
+    model = torch.nn.ModuleDict({"own": mixer})
+    alone, both = (
+        SimpleNamespace(config=SimpleNamespace(ulysses_parallel_size=n, **sizes)) for n in (1, 2)
+    )
+    check_wired(model, alone)  # type: ignore[arg-type]
+    with pytest.raises(ParallelConfigError, match=r"own\S* \((MultiheadAttention|LSTM)\)"):
+        check_wired(model, both)  # type: ignore[arg-type]
+
+
 def test_norms_follow_the_config() -> None:
     for normalization, kind in (("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)):
         values = dict(normalization=normalization, layernorm_zero_centered_gamma=True)
