@@ -61,14 +61,14 @@ def sequence_to_heads(
     Raises:
         ParallelConfigError: a tensor does not have the shape that its cut says, or types differ.
     """
+    check_one_type(tensors)
+    for tensor, cut in zip(tensors, cuts, strict=True):
+        _check(tensor, cut, group, by_heads=False)
     if group.size() == 1:  # all is here; at most the layout has the tokens in another order
         return tuple(
             tensor if cut.sequence.is_contiguous else cut.sequence.unshard([tensor], 0)
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
-    check_one_type(tensors)
-    for tensor, cut in zip(tensors, cuts, strict=True):
-        _check(tensor, cut, group, by_heads=False)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
     return tuple(_SequenceToHeads.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
@@ -94,14 +94,14 @@ def heads_to_sequence(
     Arguments and errors as in `sequence_to_heads`. `by_heads_batch_first` is the memory order
     that `tensors` have; one that has another is copied first.
     """
+    check_one_type(tensors)
+    for tensor, cut in zip(tensors, cuts, strict=True):
+        _check(tensor, cut, group, by_heads=True)
     if group.size() == 1:
         return tuple(
             tensor if cut.sequence.is_contiguous else cut.sequence.shard(tensor, 0, 0)
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
-    check_one_type(tensors)
-    for tensor, cut in zip(tensors, cuts, strict=True):
-        _check(tensor, cut, group, by_heads=True)
     route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
     return tuple(_HeadsToSequence.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
@@ -110,9 +110,10 @@ class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        return transport.gather_sequence(
+        gathered = transport.gather_sequence(
             tensors, route.cuts, route.group, route.by_heads_batch_first, route.transport
         )
+        return _not_views(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -123,7 +124,7 @@ class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        return transport.scatter_sequence(
+        scattered = transport.scatter_sequence(
             tensors,
             route.cuts,
             route.group,
@@ -131,10 +132,17 @@ class _HeadsToSequence(torch.autograd.Function):
             route.by_sequence_batch_first,
             route.transport,
         )
+        return _not_views(scattered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *_SequenceToHeads.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
+
+
+def _not_views(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The same memory, as tensors that may be changed in place (`out += residual`): autograd
+    refuses that for views that are made inside a Function."""
+    return tuple(tensor.data for tensor in tensors)
 
 
 def check_one_type(tensors: Sequence[torch.Tensor]) -> None:
