@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..exchange import Cut, heads_to_sequence, sequence_to_heads
-from ..head_layout import HeadLayout
 from ..sequence_layout import SequenceLayout
-from .checks import (
-    check_documents,
-    check_group,
-    check_options,
-    check_per_head,
-    check_qkv,
-    check_transport,
-    check_whole_sequence,
-    in_one_dtype,
-)
+from .by_heads import ONE_HEAD, attend_by_heads, expand_heads, head_layout
+from .checks import check_group, check_heads_given, check_qkv, check_transport, in_one_dtype
+from .group_member import GroupMember
 from .joint import JointTokens
 from .local import sdpa_attention
+from .option_checks import MASKS, VECTORS, check_call
 from .random import rank_distinct_rng
 
-_VECTORS = ("alibi_slopes", "sinks")
-_MASKS = ("attention_mask", "attention_bias")
-_BY_HEAD = {name: -1 for name in _VECTORS} | {name: -3 for name in _MASKS}  # the heads' dim
+_BY_HEAD = {name: -1 for name in VECTORS} | {name: -3 for name in MASKS}  # the heads' dim
 
 
-class UlyssesAttention(torch.nn.Module):
+class UlyssesAttention(GroupMember, torch.nn.Module):
     """Attention over the whole sequence, of which every rank of `group` holds a part.
 
     **Without a `sequence_layout` every rank must hold equally many tokens.** A rank knows its own
@@ -47,7 +36,7 @@ class UlyssesAttention(torch.nn.Module):
         group: the Ulysses group, e.g. `state.group("ulysses")`.
         sequence_layout: the tokens of each rank; equally many contiguous ones if None (see above).
         num_heads, num_kv_heads: heads of the tensors to come, if the head layout shall be
-            checked when the module is built.
+            checked when the module is built; other tensors are then refused.
         local_attention: what runs on whole sequences (see `ulysses_mc.layers.local`).
         kv_sequence_layout: the tokens of each rank in key and value, if they are others.
         uneven_heads: whether ranks may hold different numbers of heads.
@@ -79,8 +68,10 @@ class UlyssesAttention(torch.nn.Module):
         self.local_attention = local_attention or sdpa_attention
         self.uneven_heads = uneven_heads
         self.transport = transport
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         if num_heads is not None:
-            head_layout(num_heads, num_kv_heads or num_heads, group.size(), uneven_heads)
+            self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+            head_layout(num_heads, self.num_kv_heads, group.size(), uneven_heads)
 
     # Messages and the book-keeping around them are not for the compiler; what runs before and
     # after them in a compiled model is compiled, once.
@@ -142,12 +133,13 @@ class UlyssesAttention(torch.nn.Module):
         }
         options |= {"dropout_p": dropout_p or None, **by_head}
         options = {name: option for name, option in options.items() if option is not None}
+        options["causal"] = causal
         packed = query.dim() == 3
         if packed:  # a batch of one
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
         query_layout = sequence_layout or self.sequence_layout
         layouts = (query_layout, kv_sequence_layout or self.kv_sequence_layout or query_layout)
-        out, joint_out = self._attend(query, key, value, layouts, joint, causal, options)
+        out, joint_out = self._attend(query, key, value, layouts, joint, options)
         if packed:
             out = out.squeeze(0)
             joint_out = joint_out if joint_out is None else joint_out.squeeze(0)
@@ -160,12 +152,12 @@ class UlyssesAttention(torch.nn.Module):
         value: torch.Tensor,
         layouts: tuple[SequenceLayout | None, SequenceLayout | None],
         joint: JointTokens | None,
-        causal: bool,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank = self.group.rank()
         query, key, value = in_one_dtype(query, key, value)
         check_qkv(query, key, value)
+        check_heads_given(query, key, self.num_heads, self.num_kv_heads)
         if joint is not None:
             joint = joint.beside(query, key, value)
         layout = head_layout(query.size(2), key.size(2), self.group.size(), self.uneven_heads)
@@ -176,9 +168,13 @@ class UlyssesAttention(torch.nn.Module):
         )
         query_cut = Cut(query_layout, layout.query_heads)
         kv_cut = Cut(kv_layout, layout.kv_heads)
-        self._check(query, query_cut, kv_cut, joint, options)
-        cut = {name: _cut_heads(name, options[name], heads) for name in _BY_HEAD if name in options}
-        options = options | cut
+        more = 0 if joint is None else joint.query.size(1)
+        s, s_kv = (more + tokens.sequence_length for tokens in (query_layout, kv_layout))
+        shape = (query.size(0), query.size(2), s, s_kv)
+        check_call(self.local_attention, (query, key, value), shape, options)
+        own = heads or ONE_HEAD
+        cut = {name: _cut_heads(name, options[name], own) for name in _BY_HEAD if name in options}
+        attend = partial(self.local_attention, **options | cut)
 
         by_heads = [
             tensor.transpose(0, 1)  # [b, s, h_r, d]
@@ -202,22 +198,9 @@ class UlyssesAttention(torch.nn.Module):
         expansion = layout.kv_expansion(rank)
         if expansion is not None:
             by_heads[1:] = [expand_heads(tensor, expansion) for tensor in by_heads[1:]]
-        dropout_p = options.get("dropout_p")
-        with rank_distinct_rng(rank, query.device) if dropout_p else nullcontext():
-            if heads:
-                out_by_heads = self.local_attention(*by_heads, causal=causal, **options)
-                out_by_heads = out_by_heads.to(query.dtype)  # the type that every rank expects
-            else:  # a rank beyond the heads still takes part in both exchanges, both ways
-                out_by_heads = no_heads(*by_heads, *cut.values())
+        with rank_distinct_rng(rank, query.device) if "dropout_p" in options else nullcontext():
+            out_by_heads = attend_by_heads(attend, by_heads, cut.values())
         return self._back(out_by_heads, query_cut, joint)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAttention:
-        """A copy in the same group: a process group cannot be copied."""
-        memo[id(self.group)] = self.group
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
 
     def _back(
         self, out_by_heads: torch.Tensor, cut: Cut, joint: JointTokens | None
@@ -237,22 +220,6 @@ class UlyssesAttention(torch.nn.Module):
         )
         return out.transpose(0, 1), (others[0].transpose(0, 1) if others else None)
 
-    def _check(
-        self,
-        query: torch.Tensor,
-        query_cut: Cut,
-        kv_cut: Cut,
-        joint: JointTokens | None,
-        options: dict[str, Any],
-    ) -> None:
-        check_options(self.local_attention, options)
-        more = 0 if joint is None else joint.query.size(1)
-        s, s_kv = query_cut.sequence.sequence_length, kv_cut.sequence.sequence_length
-        shape = (query.size(0), query.size(2), more + s, more + s_kv)
-        check_whole_sequence(shape, {name: options.get(name) for name in _MASKS})
-        check_per_head(query.size(2), {name: options.get(name) for name in _VECTORS})
-        check_documents(options, more + s, more + s_kv)
-
 
 @lru_cache(maxsize=256)
 def equal_lengths(length: int, size: int) -> SequenceLayout:
@@ -260,41 +227,9 @@ def equal_lengths(length: int, size: int) -> SequenceLayout:
     return SequenceLayout.from_lengths([length] * size)
 
 
-@lru_cache(maxsize=256)
-def head_layout(heads: int, kv_heads: int, size: int, uneven_heads: bool) -> HeadLayout:
-    """The layout of a tensor-parallel rank's heads; says once if it is uneven."""
-    layout = HeadLayout(heads, kv_heads, size, uneven_heads=uneven_heads)
-    if layout.imbalance:
-        warnings.warn(layout.describe() + "; " + layout.nearest_even(), stacklevel=3)
-    return layout
-
-
-def expand_heads(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:
-    """Repeats key/value heads so that each query head has its own: [.., k_r, d] -> [.., h_r, d].
-
-    `index` is non-decreasing. Slices, not an index tensor, which would be copied to the device.
-    """
-    repeats = [(head, index.count(head)) for head in sorted(set(index))]
-    return torch.cat(
-        [
-            tensor.narrow(-2, head, 1).expand(*tensor.shape[:-2], count, tensor.size(-1))
-            for head, count in repeats
-        ],
-        -2,
-    )
-
-
-def no_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor
-) -> torch.Tensor:
-    """The output of a rank without heads, [b, s, 0, d_v], tied to all inputs for backward."""
-    tie = sum(tensor.sum() for tensor in (query, key, value, *others))
-    return query.new_empty((*query.shape[:3], value.size(3))) + tie
-
-
 def _cut_heads(name: str, tensor: torch.Tensor, heads: range) -> torch.Tensor:
     """The rank's heads of a tensor that has a number or matrix per head; others stay whole."""
     dim = _BY_HEAD[name]
-    if tensor.dim() < -dim or (name in _MASKS and tensor.size(dim) == 1):
+    if tensor.dim() < -dim or (name in MASKS and tensor.size(dim) == 1):
         return tensor
     return tensor.narrow(dim, heads.start, len(heads))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,20 +15,21 @@ from megatron.core.transformer.module import MegatronModule
 
 from ..exchange import Cut, heads_to_sequence, sequence_to_heads
 from ..head_layout import HeadLayout
-from ..parallel_state.errors import ParallelConfigError
 from ..sequence_layout import SequenceLayout
-from .attention import expand_heads, head_layout, no_heads
-from .checks import in_one_dtype
+from .by_heads import ONE_HEAD, attend_by_heads, expand_heads, head_layout
+from .checks import check_qkv, in_one_dtype
+from .core_calls import call_inner, call_local, check_inner_takes, check_no_more
 from .dropout import attention_dropout_rng
+from .group_member import GroupMember
 from .inner_core import (
     build_inner_core,
     check_config,
-    check_takes_documents,
     ignores_mask,
     local_attention_options,
     resolve_core,
 )
-from .megatron_masks import whole_bias, whole_mask
+from .megatron_masks import check_masks, own_heads, whole_mask
+from .option_checks import check_call
 from .packed import (
     PackedDocuments,
     check_shard,
@@ -41,7 +42,7 @@ from .state_keys import keep_core_keys
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
-class UlyssesCoreAttention(MegatronModule):
+class UlyssesCoreAttention(GroupMember, MegatronModule):
     """Attention over the whole sequence, of which every context-parallel rank holds a part.
 
     Built by Megatron's attention layers with their usual keywords. The group is Megatron's
@@ -167,8 +168,19 @@ class UlyssesCoreAttention(MegatronModule):
         mask_type = attn_mask_type or self.attn_mask_type
         if self.inner is not None and ignores_mask(self.inner, mask_type):
             attention_mask = None
-        mask = whole_mask(attention_mask, query_cut.sequence, layout.query_heads, self.group)
-        bias = whole_bias(attention_bias, query_cut.sequence, layout.query_heads, rank)
+        call = self._checked_call(
+            (query, key, value),
+            (query_cut, kv_cut),
+            mask_type,
+            attention_mask,
+            attention_bias,
+            documents,
+            kwargs,
+        )
+        own = layout.query_heads[rank] or ONE_HEAD
+        mask = whole_mask(attention_mask, query_cut.sequence, own, query.size(2), self.group)
+        bias = own_heads(attention_bias, own, query.size(2))
+        offset = self.softmax_offset(own) if self.softmax_offset is not None else None
 
         by_heads = sequence_to_heads(
             [query, key, value], [query_cut, kv_cut, kv_cut], self.group
@@ -176,78 +188,50 @@ class UlyssesCoreAttention(MegatronModule):
         expansion = layout.kv_expansion(rank)
         if expansion is not None:
             by_heads = (by_heads[0], *(expand_heads(t, expansion) for t in by_heads[1:]))
-        offset = self.softmax_offset(layout.query_heads[rank]) if self.softmax_offset else None
+        attend = partial(call, mask=mask, bias=bias, offset=offset)
+        learnable = [tensor for tensor in (bias, offset) if tensor is not None]
         with self._dropout_rng(query.device):
-            if not layout.query_heads[rank]:
-                tied = (t.transpose(0, 1) for t in by_heads)
-                out = no_heads(*tied, *(() if offset is None else (offset,))).transpose(0, 1)
-            elif self.inner is not None:
-                out = self._run_inner(by_heads, mask, mask_type, bias, documents, offset, kwargs)
-            else:
-                out = self._run_local(by_heads, mask, mask_type, bias, documents, offset, kwargs)
-        out = out.to(query.dtype)  # the type that every rank expects, also one without heads
+            out = attend_by_heads(attend, by_heads, learnable)
         (out,) = heads_to_sequence([out], [query_cut], self.group)
         out = out.flatten(2)  # [s_r, b, h * d_v]
         return out.squeeze(1) if thd else out
 
-    def _run_inner(
+    def _checked_call(
         self,
-        by_heads: tuple[torch.Tensor, ...],
-        mask: torch.Tensor | None,
+        tensors: tuple[torch.Tensor, ...],
+        cuts: tuple[Cut, Cut],
         mask_type: AttnMaskType,
+        mask: torch.Tensor | None,
         bias: torch.Tensor | None,
         documents: PackedDocuments | None,
-        offset: torch.Tensor | None,
         kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        assert self.inner is not None
-        s, b, heads, _ = by_heads[0].shape
-        tensors = [tensor.contiguous() for tensor in by_heads]
-        inside = None if documents is None else inside_exchange(documents)
-        if inside is not None:
-            check_takes_documents(self.inner, b)
-            tensors = [tensor.squeeze(1) for tensor in tensors]
-            kwargs = dict(kwargs, packed_seq_params=inside)
-        if bias is not None:
-            kwargs = dict(kwargs, attention_bias=bias)
-        if offset is not None:
-            vars(self.inner)["softmax_offset"] = offset
-        out: torch.Tensor = self.inner(*tensors, mask, attn_mask_type=mask_type, **kwargs)
-        if offset is not None:  # else the module would hold this call's graph until the next
-            vars(self.inner)["softmax_offset"] = None
-        return out.view(s, b, heads, -1)
-
-    def _run_local(
-        self,
-        by_heads: tuple[torch.Tensor, ...],
-        mask: torch.Tensor | None,
-        mask_type: AttnMaskType,
-        bias: torch.Tensor | None,
-        documents: PackedDocuments | None,
-        offset: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        unknown = [name for name, value in kwargs.items() if value is not None]
-        if unknown:
-            raise ParallelConfigError(
-                f"core_attention was called with {', '.join(unknown)}.",
-                rule="a local attention takes query, key, value, masks, bias and packed sequences",
-                nearest="with_ulysses(spec) keeps the core attention that the spec names.",
+    ) -> Callable[..., torch.Tensor]:
+        """What runs between the exchanges, once all that it would refuse has been refused."""
+        _, batch, heads, _ = tensors[0].shape
+        s, s_kv = (cut.sequence.sequence_length for cut in cuts)
+        shape = (batch, heads, s, s_kv)
+        check_qkv(*(tensor.transpose(0, 1) for tensor in tensors))
+        check_masks(mask, bias, shape, cuts[0].sequence, self.group.rank(), tensors[0].device)
+        if self.inner is not None:
+            inside = None if documents is None else inside_exchange(documents)
+            check_inner_takes(self.inner, inside, bias, batch)
+            return partial(
+                call_inner, self.inner, mask_type=mask_type, documents=inside, kwargs=kwargs
             )
         assert self.local_attention is not None
-        options = dict(self.options)
+        check_no_more(kwargs)
+        options = dict(self.options, causal=mask_type in _CAUSAL)
         if not self.training:
             options.pop("dropout_p", None)
-        given = {
-            "attention_mask": None if mask is None else ~mask,
-            "attention_bias": bias,
-            "cu_seqlens": None if documents is None else list(documents.attended),
-            "sinks": offset,
-        }
-        options |= {name: value for name, value in given.items() if value is not None}
-        tensors = (tensor.transpose(0, 1) for tensor in by_heads)
-        out = self.local_attention(*tensors, causal=mask_type in _CAUSAL, **options)
-        return out.transpose(0, 1)
+        if documents is not None:
+            options["cu_seqlens"] = list(documents.attended)
+        sinks = None if self.softmax_offset is None else self.softmax_offset.weight
+        given = {"attention_bias": bias, "sinks": sinks}
+        if mask is not None:
+            given["attention_mask"] = mask.new_ones(1)  # its shape has been checked
+        given = {name: tensor for name, tensor in given.items() if tensor is not None}
+        check_call(self.local_attention, tensors, shape, options | given)
+        return partial(call_local, self.local_attention, options=options)
 
     def _dropout_rng(self, device: torch.device) -> Any:
         if self.training and self.config.attention_dropout:

@@ -80,13 +80,12 @@ def build_inner_core(
     k_channels: int | None,
     v_channels: int | None,
     **arguments: Any,
-) -> torch.nn.Module | None:
-    """The core attention for the heads that `rank` holds inside the exchange; None for no head."""
+) -> torch.nn.Module:
+    """The core attention for the heads that `rank` holds inside the exchange; for one, if none:
+    so every rank meets what the core refuses, now and when it runs."""
     if core.is_transformer_engine:
         check_transformer_engine(config, layout)
-    heads = len(layout.query_heads[rank])
-    if not heads:
-        return None
+    heads = len(layout.query_heads[rank]) or 1
     if getattr(core.module, "requires_dsa_inputs", False):
         raise ParallelConfigError(
             f"{core.module.__name__} between the exchanges.",
@@ -97,7 +96,7 @@ def build_inner_core(
     inside = copy.copy(config)
     # Cores divide by the tensor-parallel size to find the heads of a rank.
     inside.num_attention_heads = heads * layout.tensor_model_parallel_size
-    kv_heads = heads if expanded else len(layout.kv_heads[rank])
+    kv_heads = heads if expanded else len(layout.kv_heads[rank]) or 1
     inside.num_query_groups = kv_heads * layout.tensor_model_parallel_size
     inside.context_parallel_size = 1
     inside.cp_comm_type = None
@@ -128,27 +127,6 @@ def _check_offset_can_be_given(core: Core) -> None:
             f"softmax_type='learnable' with {core.module.__name__} between the exchanges.",
             rule="each rank uses the offsets of its own heads, which this core keeps to itself",
             nearest="with_ulysses(spec, core='sdpa'), or Megatron's DotProductAttention.",
-        )
-
-
-def check_takes_documents(inner: torch.nn.Module, batch: int) -> None:
-    """Refuses packed documents that the core between the exchanges would not keep apart."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    if isinstance(inner, DotProductAttention):
-        raise ParallelConfigError(
-            "Packed documents with Megatron's DotProductAttention between the exchanges.",
-            rule="it has no way of keeping documents apart",
-            nearest="with_ulysses(spec, core='sdpa'), or TransformerEngine's TEDotProductAttention "
-            "on GPUs.",
-        )
-    if batch != 1:
-        raise ParallelConfigError(
-            f"Packed documents in a micro-batch of {batch} with {type(inner).__name__} between "
-            "the exchanges.",
-            rule="Megatron's packed format is one sequence of all tokens",
-            nearest="micro_batch_size 1; or with_ulysses(spec, core='sdpa'), where the same "
-            "boundaries hold for every sequence.",
         )
 
 

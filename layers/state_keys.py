@@ -13,8 +13,7 @@ def keep_core_keys(module: torch.nn.Module) -> None:
     """Makes `module` save and load its `inner` core and softmax offsets under the core's own names.
 
     So a plain checkpoint (`torch.save(model.state_dict())`) fits with and without Ulysses, as
-    the distributed ones do; TransformerEngine's `_extra_state` included. A rank without heads
-    has no inner core and no such state.
+    the distributed ones do; TransformerEngine's `_extra_state` included.
     """
     module.register_state_dict_post_hook(_flatten)
     module.register_load_state_dict_pre_hook(_nest)

@@ -9,6 +9,12 @@ that takes as keywords the options it can do: `scale`, `dropout_p`, `window` (le
 `cu_seqlens`, `cu_seqlens_kv`, `attention_mask`, `attention_bias`, `alibi_slopes`, `sinks`,
 `softcap`, `deterministic`. An option is passed only if the caller gave it; one that the callable
 does not take is refused before anything is sent.
+
+It may have an attribute `check_before_exchange(query, key, value, options)`, called on every rank
+before anything is sent, with this rank's tensors and the options of all heads: what the attention
+cannot do on this machine or for these types and head dimensions, it refuses there. (A rank that
+will hold no heads calls the attention too, with one head of zeros and without gradients, so that
+an error raised later is raised by all.)
 """
 
 from importlib import import_module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,8 @@ from ...parallel_state.errors import ParallelConfigError
 from .flash_backends import FA2, FlashBackend, explain_backend, in_order, is_given, why_not
 from .masks import normal_window
 from .sdpa import host_list
+
+_DECIDING = ("dropout_p", "alibi_slopes", "sinks", "softcap")  # options that not all can do
 
 
 def flash_attention(
@@ -56,7 +58,7 @@ def flash_attention(
         "sinks": sinks,
         "softcap": softcap,
     }
-    backend = _choose(query, value, options)
+    backend = _choose(query, key, value, options)
     dim = max(query.size(-1), value.size(-1))
     if backend is not FA2 and (query.size(-1), value.size(-1)) == (192, 128):
         dim = 0  # they have a kernel of these two
@@ -74,7 +76,11 @@ def flash_attention(
     return out[..., : value.size(-1)]
 
 
-def _choose(query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> FlashBackend:
+def _choose(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
+) -> FlashBackend:
+    """The backend for such tensors and options, of any number of tokens and heads."""
+    options = {name: options[name] for name in _DECIDING if name in options}
     capability = _capability(query.device)
     given = {name: option for name, option in options.items() if is_given(option)}
     dims = (query.size(-1), value.size(-1))
@@ -89,6 +95,9 @@ def _choose(query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -
         "one of FlashAttention 2, 3 and 4 is installed and can do it",
         "local_attention=sdpa_attention, or flex_attention for softcap and windows.",
     )
+
+
+flash_attention.check_before_exchange = _choose  # type: ignore[attr-defined]
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

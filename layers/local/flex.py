@@ -6,7 +6,7 @@ memory: good for comparing, not for training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as flex
 
+from ...parallel_state.errors import ParallelConfigError
 from .masks import normal_window
 from .sdpa import host_list
 
@@ -76,6 +77,23 @@ def flex_attention(
         taken = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])  # [b, h, s]
         out = (out * taken[..., None]).to(query.dtype)
     return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _check_backward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
+) -> None:
+    """Refuses gradients on a CPU, as PyTorch itself does inside."""
+    tensors = (query, key, value, *options.values())
+    asked = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    if query.device.type == "cpu" and asked and torch.is_grad_enabled():
+        raise ParallelConfigError(
+            "flex_attention with gradients on a CPU.",
+            rule="PyTorch's FlexAttention has no backward pass there",
+            nearest="local_attention=sdpa_attention, torch.no_grad(), or a GPU.",
+        )
+
+
+flex_attention.check_before_exchange = _check_backward  # type: ignore[attr-defined]
 
 
 # Since PyTorch 2.9 the log of the sum of exponentials is asked for in another way.

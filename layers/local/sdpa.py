@@ -74,7 +74,7 @@ def sdpa_attention(
         if a < b
     ]
     padding = query.size(1) - documents[-1][1] if documents else query.size(1)
-    return torch.cat([*outputs, _zeros(query, key, value, padding)], 1)
+    return torch.cat([*outputs, _zeros(query, key, value, padding, terms)], 1)
 
 
 def host_list(cu_seqlens: Sequence[int] | torch.Tensor) -> list[int]:
@@ -107,6 +107,11 @@ class _Terms:
         )
         return replace(self, mask=mask, bias=bias)
 
+    def learnable(self) -> list[torch.Tensor]:
+        """No elements of what may ask for gradients beside query, key and value."""
+        tensors = (self.bias, self.alibi_slopes, self.sinks)
+        return [tensor[..., :0] for tensor in tensors if tensor is not None]
+
     def allowed(self, s: int, s_kv: int, device: torch.device) -> torch.Tensor | None:
         """The boolean mask, with a first column for the sink if there are sinks."""
         sink = self.sinks is not None
@@ -136,7 +141,7 @@ def _attend(
 ) -> torch.Tensor:
     s, s_kv = query.size(1), key.size(1)
     if s == 0 or s_kv == 0:
-        return _zeros(query, key, value, s)
+        return _zeros(query, key, value, s, terms)
     bias = terms.added(s, s_kv)
     is_causal = terms.causal and s == s_kv and bias is None
     is_causal = is_causal and terms.window is None and terms.mask is None and terms.sinks is None
@@ -178,10 +183,11 @@ def _with_sink(
 
 
 def _zeros(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, terms: _Terms
 ) -> torch.Tensor:
     """[b, tokens, h, d_v] of zeros, tied to the inputs so that backward finds its way."""
-    tie = query[:, :0].sum() + key[:, :0].sum() + value[:, :0].sum()
+    inputs = (query[:, :0], key[:, :0], value[:, :0], *terms.learnable())
+    tie = sum(tensor.sum() for tensor in inputs)
     return query.new_zeros((query.size(0), tokens, query.size(2), value.size(3))) + tie
 
 

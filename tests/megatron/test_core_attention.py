@@ -26,7 +26,7 @@ class Case:
     cp: int
     heads: int
     kv_heads: int
-    core: str = "DotProductAttention"
+    core: Any = "DotProductAttention"
     mask: str = "none"  # none, whole, rows: how a mask that hides the first key is given
     window: tuple[int, int] | None = None
     bias: bool = False
@@ -70,10 +70,12 @@ def build_core(case: Case, **config: Any) -> Any:
     )
 
 
-def core_of(name: str) -> Any:
+def core_of(name: Any) -> Any:
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+    if not isinstance(name, str):
+        return name
     if name == "TEDotProductAttention":
         return transformer_engine.TEDotProductAttention
     return DotProductAttention if name == "DotProductAttention" else name
