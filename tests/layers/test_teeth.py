@@ -48,6 +48,7 @@ def last_replica_only(
     shape = (cut.sequence.lengths[rank], like.size(1), cut.num_heads, like.size(3))
     result = like.new_empty(shape)
     for piece in pieces:
+        piece.wait()
         rows = result.narrow(0, piece.start, piece.block.size(0))
         transport.run_heads(rows, cut.heads, piece.ranks).copy_(piece.block)
     return result

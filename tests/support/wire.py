@@ -29,8 +29,9 @@ class Wire(TorchDispatchMode):
     oneself; an all-reduce of n bytes is a reduce-scatter and an all-gather, 2n/P to each peer.
 
     Attributes:
-        exchanges: calls that move data; one `batch_isend_irecv` is one, whatever it holds.
-        by_entry: calls by entry ("all_to_all_single", "batch_isend_irecv", "isend", ...).
+        exchanges: calls that move data; one `batch_isend_irecv` is one, whatever it holds, and so
+            are single messages that are all under way before any of them is waited for.
+        by_entry: exchanges by entry ("all_to_all_single", "batch_isend_irecv", "messages", ...).
         messages: transfers to and from single peers with at least a byte.
         sent, received: bytes by global rank of the peer.
     """
@@ -42,6 +43,7 @@ class Wire(TorchDispatchMode):
         self.received: Counter[int] = Counter()
         self.messages = 0
         self._in_batch = False
+        self._under_way = False  # single messages that nobody has waited for
 
     @property
     def exchanges(self) -> int:
@@ -73,8 +75,12 @@ class Wire(TorchDispatchMode):
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         group = _group(named)
         sent, received = traffic(named, group.rank(), group.size())
-        if not self._in_batch:
+        if entry != "messages":
             self.by_entry[entry] += 1
+        elif not self._in_batch:
+            if not self._under_way:
+                self.by_entry[entry] += 1
+            self._under_way = True
         ranks = dist.get_process_group_ranks(group)
         for counter, peers in ((self.sent, sent), (self.received, received)):
             for peer, size in peers.items():
@@ -93,11 +99,18 @@ class Wire(TorchDispatchMode):
 
         return batch_isend_irecv
 
+    def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            self._under_way = False
+            return original(*args, **kwargs)
+
+        return wait
+
 
 @contextlib.contextmanager
 def count_wire() -> Iterator[Wire]:
     """`with count_wire() as wire: ...` on one rank; counts this thread and its backward passes."""
-    wire, original = Wire(), distributed_c10d.batch_isend_irecv
+    wire, original, wait = Wire(), distributed_c10d.batch_isend_irecv, dist.Work.wait
     replacement = wire._batch(original)
     # Wherever it was imported to by name, too.
     places = [
@@ -107,11 +120,13 @@ def count_wire() -> Iterator[Wire]:
         if value is original
     ]
     try:
+        dist.Work.wait = wire._wait(wait)
         for module, name in places:
             setattr(module, name, replacement)
         with wire:
             yield wire
     finally:
+        dist.Work.wait = wait
         for module, name in places:
             setattr(module, name, original)
 
@@ -231,8 +246,8 @@ _gather_base = _all_gather("output_tensor", "input_tensor")
 _ENTRIES: dict[str, tuple[str, Callable[..., tuple[Bytes, Bytes]]]] = {
     "c10d::alltoall_base_": ("all_to_all_single", _all_to_all_base),
     "c10d::alltoall_": ("all_to_all", _all_to_all),
-    "c10d::send": ("isend", _send),
-    "c10d::recv_": ("irecv", _recv),
+    "c10d::send": ("messages", _send),
+    "c10d::recv_": ("messages", _recv),
     "c10d::_allgather_base_": ("all_gather_into_tensor", _gather_base),
     "c10d::allgather_": ("all_gather", _all_gather("output_tensors", "input_tensors")),
     "c10d::allgather_coalesced_": ("all_gather", _all_gather("output_lists", "input_list")),
@@ -258,8 +273,8 @@ _ENTRIES: dict[str, tuple[str, Callable[..., tuple[Bytes, Bytes]]]] = {
     "c10d::barrier": ("barrier", _nothing),
     "c10d::monitored_barrier_": ("barrier", _nothing),
     "_c10d_functional::all_to_all_single": ("all_to_all_single", _all_to_all_functional),
-    "_c10d_functional::isend": ("isend", _send),
-    "_c10d_functional::irecv": ("irecv", _recv),
+    "_c10d_functional::isend": ("messages", _send),
+    "_c10d_functional::irecv": ("messages", _recv),
     "_c10d_functional::broadcast": ("broadcast", _rooted("input", "src", from_root=True)),
     "_c10d_functional::broadcast_": ("broadcast", _rooted("input", "src", from_root=True)),
 }

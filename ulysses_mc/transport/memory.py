@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,11 +38,13 @@ class Piece:
         ranks: a run of source ranks (see `even_runs`).
         start: the first of this rank's tokens that it holds.
         block: [tokens, b, ranks, heads of each, d].
+        wait: to be called before the block is used: it may be arriving still.
     """
 
     ranks: list[int]
     start: int
     block: torch.Tensor
+    wait: Callable[[], None] = lambda: None
 
 
 class Scratch:
@@ -101,6 +103,11 @@ def narrow_heads(tensor: torch.Tensor, heads: range) -> torch.Tensor:
     return tensor.narrow(2, heads.start, len(heads))
 
 
+def is_replicated(heads: Sequence[range]) -> bool:
+    """Whether any head is held by several ranks."""
+    return sum(map(len, heads)) > max((run.stop for run in heads), default=0)
+
+
 def even_runs(heads: Sequence[range], skip: int) -> list[list[int]]:
     """Ranks other than `skip` that hold heads, those together whose equally many heads follow on.
 
@@ -108,7 +115,7 @@ def even_runs(heads: Sequence[range], skip: int) -> list[list[int]]:
     by itself, for its gradients are added one by one.
     """
     runs: list[list[int]] = []
-    replicated = sum(map(len, heads)) > max((run.stop for run in heads), default=0)
+    replicated = is_replicated(heads)
     for rank, own in enumerate(heads):
         if rank == skip or not own:
             continue
