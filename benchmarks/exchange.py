@@ -22,6 +22,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start and stop
+# The ranks' C library keeps freed memory, as allocators of GPU memory do: for all contenders.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31))
+os.environ.setdefault("MALLOC_TOP_PAD_", str(2**28))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch

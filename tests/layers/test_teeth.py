@@ -19,8 +19,9 @@ from torch import Tensor
 from tests.support.oracle import Gradients, attention_gradients
 from tests.support.pool import run_ranks
 from tests.support.sharded import assert_close, attend_on_rank, draw, draw_qkv, whole
-from ulysses_mc import HeadLayout, SequenceLayout, exchange, shard_batch, transport
+from ulysses_mc import HeadLayout, SequenceLayout, exchange, shard_batch
 from ulysses_mc.layers import attention as ulysses_attention
+from ulysses_mc.transport import memory, plan
 from ulysses_mc.transport.memory import Cut
 
 S, H, K, D, SCALE = 16, 8, 2, 4, 3.0
@@ -41,17 +42,20 @@ def restarting_positions(self: SequenceLayout, rank: int, cu_seqlens: Any = None
     return list(range(self.lengths[rank]))
 
 
-def last_replica_only(
-    pieces: list[Any], cut: Cut, like: Tensor, rank: int, batch_first: bool
-) -> Tensor:
-    """As the library's own, but of a replicated head the last rank's gradient alone."""
-    shape = (cut.sequence.lengths[rank], like.size(1), cut.num_heads, like.size(3))
-    result = like.new_empty(shape)
-    for piece in pieces:
-        piece.wait()
+@contextlib.contextmanager
+def last_replica_only() -> Iterator[None]:
+    """Of a replicated head the last rank's gradient alone."""
+
+    def joins(result: Tensor, piece: Any, cut: Cut) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = result.narrow(0, piece.start, piece.block.size(0))
-        transport.run_heads(rows, cut.heads, piece.ranks).copy_(piece.block)
-    return result
+        yield memory.run_heads(rows, cut.heads, piece.ranks), piece.block, False
+
+    plan.plan_scatter.cache_clear()  # it keeps what is added where
+    try:
+        with patch.object(plan, "joins", joins):
+            yield
+    finally:
+        plan.plan_scatter.cache_clear()
 
 
 def tokens_as_they_lie(sequence: SequenceLayout, heads: tuple[range, ...]) -> Cut:
@@ -77,9 +81,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "positions restart in every shard": lambda: patch.object(
         SequenceLayout, "positions", restarting_positions
     ),
-    "gradients of replicated heads not summed": lambda: patch.object(
-        transport, "_join_heads", last_replica_only
-    ),
+    "gradients of replicated heads not summed": last_replica_only,
     "tokens in the order they lie": lambda: patch.object(
         ulysses_attention, "Cut", tokens_as_they_lie
     ),

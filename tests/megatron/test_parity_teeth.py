@@ -12,7 +12,7 @@ import torch
 from tests.layers.test_teeth import last_replica_only
 from tests.megatron import test_parity as parity
 from tests.support.pool import run_ranks
-from ulysses_mc import SequenceLayout, transport
+from ulysses_mc import SequenceLayout
 
 pytestmark = [
     pytest.mark.megatron,
@@ -28,10 +28,6 @@ def positions_restart() -> Any:
         return embedding.narrow(dim, 0, embedding.size(dim) // group.size())
 
     return patch.object(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", first_positions)
-
-
-def replicas_not_summed() -> Any:
-    return patch.object(transport, "_join_heads", last_replica_only)
 
 
 def contiguous_order() -> Any:
@@ -60,7 +56,7 @@ def train_mutated(setting: Any, mutation: Callable[[], Any]) -> list[parity.Step
     ("mutation", "name"),
     [
         (positions_restart, "ulysses4-replicated-kv"),
-        (replicas_not_summed, "ulysses4-replicated-kv"),
+        (last_replica_only, "ulysses4-replicated-kv"),
         (contiguous_order, "ulysses4-replicated-kv"),
         (tensor_parallel_group, "tp2-ulysses2"),
     ],

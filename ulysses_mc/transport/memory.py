@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,45 +37,32 @@ class Piece:
         ranks: a run of source ranks (see `even_runs`).
         start: the first of this rank's tokens that it holds.
         block: [tokens, b, ranks, heads of each, d].
-        wait: to be called before the block is used: it may be arriving still.
     """
 
     ranks: list[int]
     start: int
     block: torch.Tensor
-    wait: Callable[[], None] = lambda: None
 
 
-class Scratch:
-    """Buffers that live no longer than one exchange.
+_arenas = threading.local()
+
+
+def scratch(like: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Uninitialised flat buffers of so many elements, to be used in one exchange.
 
     On the CPU they come from one arena per thread that is kept from exchange to exchange:
     the page faults of fresh memory cost as much as the copies into it. On other devices the
     caching allocator of PyTorch does the same.
     """
-
-    _arenas = threading.local()
-
-    def __init__(self, like: torch.Tensor, elements: int) -> None:
-        self._like, self._used = like, 0
-        self._arena: torch.Tensor | None = None
-        if like.device.type == "cpu":
-            size = elements * like.element_size()
-            arena = getattr(self._arenas, "bytes", None)
-            if arena is None or arena.numel() < size:
-                arena = self._arenas.bytes = torch.empty(size, dtype=torch.uint8)
-            self._arena = arena[:size].view(like.dtype)
-
-    def blocks(self, count: int, shape: Sequence[int], batch_first: bool) -> torch.Tensor:
-        """Uninitialised [count, s, b, h, d], each block contiguous in the memory order asked."""
-        tokens, batch, *rest = shape
-        order = (count, batch, tokens, *rest) if batch_first else (count, tokens, batch, *rest)
-        start, self._used = self._used, self._used + math.prod(order)
-        if self._arena is None:
-            flat = self._like.new_empty(math.prod(order))
-        else:
-            flat = self._arena[start : self._used]
-        return flat.view(order).transpose(1, 2) if batch_first else flat.view(order)
+    if like.device.type == "cpu":
+        size = sum(counts) * like.element_size()
+        arena: torch.Tensor | None = getattr(_arenas, "bytes", None)
+        if arena is None or arena.numel() < size:
+            arena = _arenas.bytes = torch.empty(size, dtype=torch.uint8)
+        flat = arena[:size].view(like.dtype)
+    else:
+        flat = like.new_empty(sum(counts))
+    return torch.split_with_sizes(flat, list(counts))
 
 
 def empty(
@@ -142,3 +128,32 @@ def local_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
         local.append((start, start + end - begin))
         start += end - begin
     return local
+
+
+def sum_dtype(cut: Cut, like: torch.Tensor) -> torch.dtype:
+    """What heads are joined in: float32 at least where replicas are summed, for a key/value head
+    of many replicas would lose bits in bfloat16."""
+    replicated = is_replicated(cut.heads)
+    return torch.promote_types(like.dtype, torch.float32) if replicated else like.dtype
+
+
+def joins(
+    result: torch.Tensor, piece: Piece, cut: Cut
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """What of a piece goes where in this rank's [s_r, b, h, d], and whether it is added.
+
+    Sources are taken in rank order where heads are replicated, so that the sum does not depend
+    on who computes it.
+    """
+    rows = result.narrow(0, piece.start, piece.block.size(0))
+    first = piece.ranks[0]
+    heads = cut.heads[first]
+    before = max((run.stop for run in cut.heads[:first]), default=0)
+    again = max(min(before, heads.stop) - heads.start, 0)  # heads that a replica wrote
+    if again:  # such a piece is of one rank
+        block = piece.block.squeeze(2)
+        yield narrow_heads(rows, range(heads.start, heads.start + again)), block[:, :, :again], True
+        rest = range(heads.start + again, heads.stop)
+        yield narrow_heads(rows, rest), block[:, :, again:], False
+    else:
+        yield run_heads(rows, cut.heads, piece.ranks), piece.block, False

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..sequence_layout import SequenceLayout
-from .memory import Cut, Piece, local_chunks, narrow_heads
+from .memory import Cut, Piece, empty, joins, local_chunks, narrow_heads, sum_dtype
 
 
 def gather_packed(
@@ -50,8 +50,11 @@ def gather_packed(
 
 
 def scatter_packed(
-    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: dist.ProcessGroup
-) -> list[list[Piece]]:
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[Cut],
+    group: dist.ProcessGroup,
+    out_batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
     """As `scatter_by_messages`; a single contiguous tensor is sent without packing."""
     rank, ranks = group.rank(), range(group.size())
     tensors = [tensor.contiguous() for tensor in tensors]
@@ -73,10 +76,17 @@ def scatter_packed(
     send = _as_one([piece for row in pieces for piece in row], tensors[0])
     counts = [sum(piece.numel() for piece in row) for row in pieces]
     arrived = _all_to_all(send, counts, shapes, group)
-    return [
-        [Piece([peer], 0, arrived[peer][number].unsqueeze(2)) for peer in ranks if cut.heads[peer]]
-        for number, cut in enumerate(cuts)
-    ]
+    results = []
+    for number, (tensor, cut) in enumerate(zip(tensors, cuts, strict=True)):
+        shape = (cut.sequence.lengths[rank], tensor.size(1), cut.num_heads, tensor.size(3))
+        result = empty(shape, tensor, out_batch_first, sum_dtype(cut, tensor))
+        for peer in ranks:
+            if cut.heads[peer]:
+                piece = Piece([peer], 0, arrived[peer][number].unsqueeze(2))
+                for target, source, add in joins(result, piece, cut):
+                    target.add_(source) if add else target.copy_(source)
+        results.append(result.to(tensor.dtype))
+    return tuple(results)
 
 
 def _all_to_all(
