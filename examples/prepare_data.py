@@ -83,26 +83,38 @@ def find_files(folder: Path, patterns: list[str], exclude: list[str]) -> list[Pa
 
 
 def read_documents(files: list[Path], max_bytes: float) -> list[str]:
-    """The text of each file; what is empty or not UTF-8 is left out."""
-    documents, total, skipped = [], 0, 0
-    for path in files:
+    """The text of each file. What is left out (empty, not UTF-8, beyond `max_bytes`) is named."""
+    documents: list[str] = []
+    total, unreadable, empty = 0, [], []
+    unread = iter(files)
+    for path in unread:
         try:
             data = path.read_bytes()
             text = data.decode("utf-8")  # unlike read_text: keeps carriage returns
         except (UnicodeDecodeError, OSError):
-            skipped += 1
+            unreadable.append(path)
             continue
-        if text.strip():
-            documents.append(text)
-            total += len(data)
+        if not text.strip():
+            empty.append(path)
+            continue
+        documents.append(text)
+        total += len(data)
         if total >= max_bytes:
-            CONSOLE.print(f"stopped reading at {total / 2**20:.1f} MiB (--max-mib)")
             break
-    if skipped:
-        CONSOLE.print(f"left out {skipped} files that are not readable UTF-8 text")
+    say_left_out(unreadable, "not readable as UTF-8 text")
+    say_left_out(empty, "without text")
+    say_left_out(list(unread), f"not read after {total / 2**20:.1f} MiB (--max-mib)")
     if not documents:
         raise UserError("the files found hold no text")
     return documents
+
+
+def say_left_out(files: list[Path], why: str, shown: int = 3) -> None:
+    """How many files are left out and why, with the first few names."""
+    if files:
+        names = ", ".join(map(str, files[:shown])) + ", ..." * (len(files) > shown)
+        count = f"{len(files)} file" + "s" * (len(files) > 1)
+        print(f"left out {count} {why}: {names}", file=sys.stderr)
 
 
 def tracked(items: list[str], what: str) -> Iterator[str]:
@@ -126,6 +138,12 @@ def train_tokenizer(documents: list[str], vocab_size: int):  # -> tokenizers.Tok
         show_progress=False,
     )
     tokenizer.train_from_iterator(tracked(documents, "training tokenizer"), trainer)
+    if (found := tokenizer.get_vocab_size()) < vocab_size:
+        print(
+            f"the vocabulary has {found} tokens, not {vocab_size} (--vocab-size): the text holds "
+            "no more pairs that occur twice",
+            file=sys.stderr,
+        )
     return tokenizer
 
 

@@ -41,7 +41,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "in" / "binary.txt").write_bytes(b"\xff\xfe\x00")
     done = prepare("--input", folder / "in", "--output", folder / "out", "--vocab-size", 300)
     assert done.returncode == 0, done.stderr
-    assert "left out 1 files" in done.stderr
+    assert f"left out 1 file not readable as UTF-8 text: {folder}/in/binary.txt" in done.stderr
     return folder / "out"
 
 
@@ -69,6 +69,32 @@ def test_data_json_states_the_entropy_of_the_tokens(prepared: Path) -> None:
 def test_nothing_is_left_behind_beside_the_output(prepared: Path) -> None:
     assert sorted(os.listdir(prepared)) == ["data.json", "text.bin", "text.idx", "tokenizer.json"]
     assert sorted(os.listdir(prepared.parent)) == ["in", "out"]
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, content in (
+        ("a.txt", b"x y\n" * 2**18),
+        ("b.txt", b"y z\n" * 2**18),
+        ("late.txt", b"z"),
+    ):
+        (folder / name).write_bytes(content)
+    for number in range(5):
+        (folder / f"a{number}.txt").write_bytes(b"\xff")
+    (folder / "aa.txt").write_bytes(b" \n")
+    done = prepare("--input", folder, "--output", tmp_path / "out", "--max-mib", 2)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("left out")]
+    assert lines == [
+        f"left out 5 files not readable as UTF-8 text: {folder}/a0.txt, {folder}/a1.txt, "
+        f"{folder}/a2.txt, ...",
+        f"left out 1 file without text: {folder}/aa.txt",
+        f"left out 1 file not read after 2.0 MiB (--max-mib): {folder}/late.txt",
+    ]
+    size = json.loads((tmp_path / "out" / "data.json").read_text())["vocab_size"]
+    assert size < 4096
+    assert f"the vocabulary has {size} tokens, not 4096 (--vocab-size)" in done.stderr
 
 
 def test_bad_input_is_one_clear_line(prepared: Path, tmp_path: Path) -> None:
