@@ -42,15 +42,15 @@ def set_weights(chunks: list[Any]) -> None:
     for name, parameter in named_parameters(chunks):
         seed = zlib.crc32(name.encode())
         shape = list(parameter.shape)
-        tensor_rank, tensor_size = _tensor_parallel()
+        group = _tensor_parallel_group(name)
         dim = _partition_dim(parameter)
         if dim is not None:
-            shape[dim] *= tensor_size
+            shape[dim] *= group.size()
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         scale = QUERY_KEY_SCALE if "linear_q" in name else WEIGHT_SCALE
         whole = whole * scale + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
         if dim is not None:
-            whole = _shards(whole, dim, tensor_size, "linear_fc1" in name)[tensor_rank]
+            whole = _shards(whole, dim, group.size(), "linear_fc1" in name)[group.rank()]
         with torch.no_grad():
             parameter.copy_(whole)
 
@@ -82,10 +82,9 @@ def whole_gradients(chunks: list[Any], wrapped: list[Any]) -> dict[str, torch.Te
     for ddp in wrapped:
         if ddp.ddp_config.use_distributed_optimizer:
             _gather_gradient_shards(ddp)
-    group = parallel_state.get_tensor_model_parallel_group()
     mine: dict[str, torch.Tensor] = {}
     for name, parameter in named_parameters(chunks):
-        gradient = parameter.main_grad.detach().clone()
+        gradient, group = parameter.main_grad.detach().clone(), _tensor_parallel_group(name)
         shards = [torch.empty_like(gradient) for _ in range(group.size())]
         dist.all_gather(shards, gradient, group=group)
         dim = _partition_dim(parameter)
@@ -126,13 +125,13 @@ def _gather_gradient_shards(ddp: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
-def _tensor_parallel() -> tuple[int, int]:
+def _tensor_parallel_group(name: str) -> Any:
+    """The ranks that share this matrix: experts have a tensor-parallel size of their own."""
     from megatron.core import parallel_state
 
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    if ".experts." in name:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _partition_dim(parameter: torch.nn.Parameter) -> int | None:

@@ -34,6 +34,7 @@ class Setting:
     vpp: int | None = None
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     bf16: bool = False
@@ -54,6 +55,7 @@ class Setting:
             self.vpp,
             context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
         )
         self.seed()
 
@@ -81,6 +83,7 @@ class Setting:
             virtual_pipeline_model_parallel_size=self.vpp,
             context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
             attention_dropout=0.0,
             hidden_dropout=0.0,
             pipeline_dtype=dtype,
