@@ -27,7 +27,7 @@ class Row:
 
     Attributes:
         refuses: why it does not run, or None.
-        exchanges: collectives, or coalesced batches of messages, forward and backward.
+        exchanges: collectives, or messages under way together, forward and backward.
         bytes_ratio: bytes received by all ranks, both passes, over the least possible.
         copies: bytes written by copies outside the local attention, both passes, in local Qs.
         memory: peak of what is allocated during both passes, results included, in local Qs.

@@ -22,9 +22,9 @@ COLUMNS = (
     "ms",
 )
 LEGEND = (
-    "exchanges: collectives or coalesced batches per layer and step. bytes / bound: received by "
-    "all ranks over the least possible. copies, peak memory: in units of the local Q, forward and "
-    "backward, outside the local attention. fwd, fwd + bwd, CPU time: over the floor "
+    "exchanges: collectives or messages under way together per layer and step. bytes / bound: "
+    "received by all ranks over the least possible. copies, peak memory: in units of the local Q, "
+    "forward and backward, outside the local attention. fwd, fwd + bwd, CPU time: over the floor "
     "of the same round, median. ms: forward + backward."
 )
 

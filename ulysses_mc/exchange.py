@@ -55,7 +55,7 @@ def sequence_to_heads(
         by_sequence_batch_first: give gradients back in [b, s_r, h, d] memory order.
         by_heads_batch_first: give the results [b, s, h_r, d] memory order (the returned shape
             is [s, b, h_r, d] all the same).
-        transport: 'p2p' (one coalesced batch of sends and receives, no packing on arrival),
+        transport: 'p2p' (sends and receives under way together, no unpacking on arrival),
             'all_to_all' (one all_to_all_single over a packed buffer), or 'auto'.
 
     Raises:

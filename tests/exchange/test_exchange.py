@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ulysses_mc import HeadLayout, ParallelConfigError, SequenceLayout
 from ulysses_mc.exchange import Cut, heads_to_sequence, sequence_to_heads
 from ulysses_mc.layers import UlyssesAttention
 from ulysses_mc.layers.local import sdpa_attention
+from ulysses_mc.transport import messages
 
 TRANSPORTS = ("p2p", "all_to_all")
 MEMORY_ORDERS = tuple(itertools.product((False, True), repeat=2))
@@ -63,6 +65,18 @@ def check_data_movement() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_data_movement(size):
     run_ranks(size, check_data_movement, timeout=90)
+
+
+def check_in_a_batch() -> None:
+    """As over NCCL: one batch, and one copy for the ranks whose heads follow on."""
+    with patch.object(messages, "_joins_messages", lambda group: True), count_wire() as wire:
+        check_data_movement()
+    assert set(wire.by_entry) == {"batch_isend_irecv", "all_to_all_single"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_in_one_batch(size):
+    run_ranks(size, check_in_a_batch, timeout=90)
 
 
 def check_counts(heads: int, kv: int, zigzag: bool, transport: str, batch: int) -> dict[str, float]:

@@ -101,7 +101,7 @@ class _Messages:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.joined = dist.get_backend(group) != "gloo"
+        self.joined = _joins_messages(group)
         self._batch: list[dist.P2POp] = []
         self._under_way: list[dist.Work | None] = []  # but for the receives that a caller waits for
 
@@ -131,6 +131,11 @@ class _Messages:
         """Until all has left, too."""
         under_way, self._under_way = self._under_way, []
         _wait(under_way)
+
+
+def _joins_messages(group: dist.ProcessGroup) -> bool:
+    """Whether the backend makes one kernel of a batch of messages."""
+    return dist.get_backend(group) != "gloo"
 
 
 def _wait(works: _Works) -> None:
