@@ -40,5 +40,5 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":  # Megatron's checkpoint writer starts processes that import this file
+if __name__ == "__main__":
     sys.exit(main())

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import multiprocessing
+import multiprocessing.dummy
 import shutil
-import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,7 +130,7 @@ def write(
     final = folder / f"iter_{progress.iteration:07d}"
     try:
         partial = _empty_folder(final)
-        with _writers_watched():
+        with _in_this_process():
             dist_checkpointing.save(state, str(partial), content_metadata=_format())
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, manifest.hash_own_files(partial))
@@ -169,21 +168,31 @@ class CheckpointNotWritten(RuntimeError):
     """A disk is full, or will not be written to."""
 
 
+class _Threads:
+    """In the place of torch.multiprocessing."""
+
+    @staticmethod
+    def get_context(method: str) -> Any:
+        return multiprocessing.dummy
+
+
 @contextlib.contextmanager
-def _writers_watched() -> Iterator[None]:
-    """megatron-core 0.16 writes by processes of its own, and waits for ever for one that was
-    killed; here that is an error. (0.19 writes by threads.)"""
+def _in_this_process() -> Iterator[None]:
+    """Files are written by threads.
 
-    def look(number: int, frame: Any) -> None:
-        for child in multiprocessing.process._children.copy():  # type: ignore[attr-defined]
-            if child.exitcode:
-                raise OSError(f"a process that writes it died, exit code {child.exitcode}")
+    Megatron-core starts a second Python for each rank, which only hands over the results of the
+    writers: seconds at the first save, a minute on a busy machine, also after a SIGTERM. And 0.16
+    forks its writers, out of a process with threads in it (gloo's, NCCL's, liveness); if one is
+    killed, its rank waits for ever.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as writer
 
-    before = signal.signal(signal.SIGCHLD, look)
+    before = writer.mp, writer._results_queue
+    writer.mp, writer._results_queue = _Threads, None
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        writer.mp, writer._results_queue = before
 
 
 def _empty_folder(final: Path) -> Path:

@@ -33,5 +33,5 @@ def main() -> int:
     return pretrain_gpt.main()
 
 
-if __name__ == "__main__":  # Megatron's checkpoint writer starts processes that import this file
+if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 PHASES = ("forward", "backward", "optimizer", "save")
 NEVER = 1 << 62
-WRITER = "writer"  # not the rank, but the process by which its checkpoint is written
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Counter:
     """Counts calls inside the phase, and ends the process at one of them."""
 
     def __init__(self, kill: Kill) -> None:
-        self.kill, self.calls, self.last, self.pid = kill, 0, NEVER, os.getpid()
+        self.kill, self.calls, self.last = kill, 0, NEVER
 
     def new_step(self, iteration: int) -> None:
         before, self.calls, self.last = self.calls, 0, NEVER
@@ -48,25 +48,32 @@ class _Counter:
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
+            threading.setprofile(self._event)  # of those that start now: they write checkpoints
             sys.setprofile(self._event)
             try:
                 return function(*args, **kwargs)
             finally:
                 sys.setprofile(None)
+                threading.setprofile(None)  # type: ignore[arg-type]
 
         return counted
 
     def _event(self, frame: Any, event: str, argument: Any) -> None:
         if event in ("call", "c_call"):
             self.calls += 1
-            in_writer = os.getpid() != self.pid
-            if self.calls >= self.last and in_writer == (self.kill.phase == WRITER):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.calls >= self.last:
+                self.die()
 
     def end_step(self) -> None:
         """There were fewer calls than in the step before."""
         if self.last < NEVER:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.die()
+
+    def die(self) -> None:
+        self.last = NEVER
+        if moment := os.environ.get("KILLED_AT"):
+            Path(moment).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(kill: Kill, modules: dict[str, Any]) -> None:
@@ -81,7 +88,7 @@ def arm(kill: Kill, modules: dict[str, Any]) -> None:
     step, save = trainer_class.train_step, modules["checkpoint"].save
 
     def counted_step(self: Any) -> Any:
-        if kill.phase not in ("save", WRITER):
+        if kill.phase != "save":
             counter.new_step(self.progress.iteration + 1)
         if kill.phase == "optimizer" and "step" not in vars(self.optimizer):
             self.optimizer.step = counter.around(self.optimizer.step)
@@ -100,7 +107,7 @@ def arm(kill: Kill, modules: dict[str, Any]) -> None:
         trainer_class.forward_step = counter.around(trainer_class.forward_step)
     elif kill.phase == "backward":
         schedules.backward_step = counter.around(schedules.backward_step)
-    elif kill.phase in ("save", WRITER):
+    elif kill.phase == "save":
         modules["checkpoint"].save = counted_save
 
 

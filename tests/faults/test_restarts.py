@@ -26,10 +26,11 @@ pytestmark = [
 OPTIONS = [
     *SMALL, *layout(ulysses=2), "--evaluation.interval=0", "--checkpoint.interval=2",
     "--training.train_iters=8", "--batch.global_batch_size=4", "--logging.plot=false",
+    "--model.num_layers=2",
 ]  # fmt: skip
-# CI kills twice in one run; `make faults` in each phase, in each of 10 runs.
+# CI kills once; `make faults` in each phase of one job, in each of 10 jobs.
 SEEDS = int(os.environ.get("FAULT_SEEDS", "0"))
-MINUTES = 20 if SEEDS else 8  # a quiet machine takes 2 and 1
+MINUTES = 20 if SEEDS else 8  # a quiet machine takes 1 and 0.5
 
 
 def kills(seed: int, phases: tuple[str, ...]) -> list[Kill]:
@@ -49,7 +50,7 @@ def uninterrupted(small_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_killed_and_restarted(
     uninterrupted: dict[int, float], small_data: Path, tmp_path: Path, seed: int
 ) -> None:
-    planned = kills(seed, PHASES if SEEDS else ("backward", "save"))
+    planned = kills(seed, PHASES if SEEDS else ("save",))
     output = tmp_path / "run"
     agent = Agent(
         ["--standalone", "--nproc-per-node=2", f"--max-restarts={len(planned)}",
