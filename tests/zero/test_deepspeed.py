@@ -117,9 +117,10 @@ def run_bf16(dp: int, ulysses: int, stage: int) -> None:
         assert_equal_everywhere(trace.weights)
 
 
+@pytest.mark.parametrize(("dp", "ulysses"), LAYOUTS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_weights_with_fp32_reduction(stage: int) -> None:
-    run_ranks(4, run_bf16, 2, 2, stage, timeout=90)
+def test_bf16_weights_with_fp32_reduction(dp: int, ulysses: int, stage: int) -> None:
+    run_ranks(4, run_bf16, dp, ulysses, stage, timeout=90)
 
 
 def run_refused() -> None:
