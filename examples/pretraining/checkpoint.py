@@ -12,13 +12,10 @@ system.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import multiprocessing.dummy
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from .errors import UserError
 from .manifest import LATEST, newest
 from .preflight import RunShape
 from .safe_load import check_metadata, only_tensors
+from .writing import in_this_process
 
 # What may differ between the run that saved and the run that loads.
 _FREE = {"seq_length", "recompute", "transformer_impl", "local_attention", "attention_dropout",
@@ -130,7 +128,7 @@ def write(
     final = folder / f"iter_{progress.iteration:07d}"
     try:
         partial = _empty_folder(final)
-        with _in_this_process():
+        with in_this_process():
             dist_checkpointing.save(state, str(partial), content_metadata=_format())
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, manifest.hash_own_files(partial))
@@ -166,33 +164,6 @@ def write(
 
 class CheckpointNotWritten(RuntimeError):
     """A disk is full, or will not be written to."""
-
-
-class _Threads:
-    """In the place of torch.multiprocessing."""
-
-    @staticmethod
-    def get_context(method: str) -> Any:
-        return multiprocessing.dummy
-
-
-@contextlib.contextmanager
-def _in_this_process() -> Iterator[None]:
-    """Files are written by threads.
-
-    Megatron-core starts a second Python for each rank, which only hands over the results of the
-    writers: seconds at the first save, a minute on a busy machine, also after a SIGTERM. And 0.16
-    forks its writers, out of a process with threads in it (gloo's, NCCL's, liveness); if one is
-    killed, its rank waits for ever.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async as writer
-
-    before = writer.mp, writer._results_queue
-    writer.mp, writer._results_queue = _Threads, None
-    try:
-        yield
-    finally:
-        writer.mp, writer._results_queue = before
 
 
 def _empty_folder(final: Path) -> Path:

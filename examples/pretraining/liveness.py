@@ -28,7 +28,8 @@ from .errors import UserError
 
 INTERVAL = 0.25  # seconds between two counts
 WINDOW = 3.0  # seconds without a count after which a rank is called missing, once something failed
-ANSWER = 5.0  # seconds that the store may take to answer
+DOUBT = 9.0  # the same for several ranks: more likely starved on a busy machine than dead at once
+ANSWER = 5.0  # seconds that the store may take to answer, twice
 GRACE = 10.0  # seconds for the main thread to fail by itself
 ALIKE = (UserError, ParallelConfigError, FloatingPointError)  # raised by all ranks, with a reason
 
@@ -73,6 +74,7 @@ class Liveness:
         self.rank, self.world_size, self.store, self.timeout = rank, world_size, store, timeout
         self.groups = groups
         self._count, self._next_count, self._next_seen = 0, -1, time.monotonic()
+        self._heard = time.monotonic()  # when the store last answered
         self._told_at = math.inf  # when it was seen that another rank has failed
         self._reason: str | None = None
         self._began, self._before = 0.0, list[int]()
@@ -96,7 +98,9 @@ class Liveness:
         first_sentence = str(error).partition("\n")[0].partition(". ")[0]
         self._reason = f"{type(error).__name__}: {first_sentence}"
         self._asked.set()
-        if not self._answered.wait(WINDOW + 2 * ANSWER):
+        while not self._answered.wait(INTERVAL):
+            if time.monotonic() - self._heard < 2 * ANSWER:
+                continue
             host = ":".join(os.environ.get(k, "?") for k in ("MASTER_ADDR", "MASTER_PORT"))
             return RankLost(
                 f"rank {self.rank}: the rendezvous store at {host} does not answer: this node is "
@@ -145,6 +149,7 @@ class Liveness:
     def _tick(self) -> None:
         self._count += 1
         self.store.set(f"liveness/count/{self.rank}", str(self._count))
+        self._heard = time.monotonic()
         if self._asked.is_set():
             self._look_at_all()
             return
@@ -173,18 +178,22 @@ class Liveness:
     def _look_at_all(self) -> None:
         """Compares all ranks' counts with those when this was first called."""
         counts = [self._read(r) for r in range(self.world_size)]
+        self._heard = time.monotonic()
         if not self._before:
             order = self.store.add("liveness/failures", 1)
             self.store.set(f"liveness/failed/{self.rank}", json.dumps([order, self._reason]))
             self._began, self._before = time.monotonic(), counts
         silent = [r for r in range(self.world_size) if counts[r] == self._before[r]]
-        if silent and time.monotonic() - self._began < WINDOW:
+        waited = time.monotonic() - self._began
+        if silent and waited < WINDOW:
             return
         for r in range(self.world_size):
             if self.store.check([f"liveness/failed/{r}"]):
                 order, text = json.loads(self.store.get(f"liveness/failed/{r}"))
                 self._failures[r] = int(order), str(text)
         self._silent = [r for r in silent if not self.store.check([f"liveness/done/{r}"])]
+        if waited < DOUBT and len([r for r in self._silent if r not in self._failures]) > 1:
+            return
         self._answered.set()
 
     def _read(self, rank: int) -> int:

@@ -177,6 +177,7 @@ def summarize(config: Config, log: Any, complete: bool) -> None:
     print(f"  log          {log.path}")
     if log.writer is not None:
         print(f"  tensorboard  {folder / 'tensorboard'}")
-    if config.logging.plot and (plot := log.plot(entropy)) is not None:
+    # Not after SIGTERM: who sends it may not wait for matplotlib.
+    if complete and config.logging.plot and (plot := log.plot(entropy)) is not None:
         print(f"  loss plot    {plot}")
     log.close()

@@ -53,9 +53,14 @@ def agents(*started: Agent) -> Iterator[None]:
         yield
     finally:
         for agent in started:
-            if agent.process.poll() is None:
-                family = psutil.Process(agent.process.pid).children(recursive=True)
-                for process in [agent.process, *family]:  # ranks have sessions of their own
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-                agent.process.wait()
+            end(agent)
+
+
+def end(agent: Agent) -> None:
+    """By SIGKILL, together with its ranks."""
+    if agent.process.poll() is None:
+        family = psutil.Process(agent.process.pid).children(recursive=True)
+        for process in [agent.process, *family]:  # ranks have sessions of their own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        agent.process.wait()
