@@ -73,7 +73,17 @@ def run_cases(cases: list[Case], names: list[str], rounds: int) -> list[dict[str
     return tables
 
 
+def without_preemption() -> None:
+    """A thread that receives does not interrupt one that packs or sends: for all contenders.
+
+    Needs no privileges; `chrt -b 0 command` does the same. Before any thread is started.
+    """
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _rank_main(rank: int, options: argparse.Namespace, ranks: int, folder: str) -> None:
+    without_preemption()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks
     )
@@ -99,6 +109,7 @@ def spawn(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if "RANK" in os.environ:  # torchrun
+        without_preemption()
         dist.init_process_group("gloo")
         cases = default_cases(dist.get_world_size(), options.sizes, options.sdpa_size)
         tables = run_cases(list(cases), options.contenders, options.rounds)

@@ -69,8 +69,15 @@ def attend_by_heads(
     with torch.no_grad():
         zeros = (t.new_zeros(*t.shape[:2], 1, t.size(3)) for t in by_heads)
         check_output(attend(*zeros), [*shape[:2], 1, shape[3]])
-    tie = sum(tensor.sum() for tensor in (*by_heads, *others))
-    return query.new_empty(shape) + tie  # tied to all inputs for backward
+    return query.new_empty(shape) + _tie((*by_heads, *others))
+
+
+def _tie(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A zero that depends on `tensors` as attention would: its gradients are zeros that can be
+    differentiated again, and it saves tensors for backward, so that recomputation (and with it
+    the exchanges) begins on this rank where it begins on the others."""
+    nothing = [tensor.flatten()[:0] for tensor in tensors]
+    return torch.stack([(tensor * tensor).sum() for tensor in nothing]).sum()
 
 
 def check_output(out: Any, shape: Sequence[int]) -> None:

@@ -48,3 +48,14 @@ def compare(use_reentrant: bool, heads: int, kv: int, dropout_p: float) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_gradients_as_without(use_reentrant, heads, kv, dropout_p) -> None:
     run_ranks(2, compare, use_reentrant, heads, kv, dropout_p)
+
+
+def fewer_heads_than_ranks(use_reentrant: bool) -> None:
+    """The rank without heads saves nothing of its own, and has to recompute all the same."""
+    compare(use_reentrant, 2, 1, 0.0)
+    compare(use_reentrant, 2, 2, 0.0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_with_a_rank_without_heads(use_reentrant) -> None:
+    run_ranks(3, fewer_heads_than_ranks, use_reentrant, timeout=30)

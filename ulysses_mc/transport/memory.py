@@ -58,7 +58,7 @@ def scratch(like: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]
         size = sum(counts) * like.element_size()
         arena: torch.Tensor | None = getattr(_arenas, "bytes", None)
         if arena is None or arena.numel() < size:
-            arena = _arenas.bytes = torch.empty(size, dtype=torch.uint8)
+            arena = _arenas.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         flat = arena[:size].view(like.dtype)
     else:
         flat = like.new_empty(sum(counts))
