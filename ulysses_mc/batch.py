@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .batch_checks import check_dim, check_holds, check_names, check_positions, nonnegative_dim
 from .parallel_state.errors import ParallelConfigError
 from .sequence_layout import SequenceLayout
 
@@ -42,7 +43,7 @@ def shard_batch(
         layout: the tokens of each rank of the Ulysses group (of the whole ring x Ulysses group
             with ring attention).
         rank: this rank in that group.
-        dim: the sequence dim.
+        dim: the sequence dim; a negative one counts from the end of each tensor.
         dims: sequence dim of single tensors that have it elsewhere, e.g. `{"embeddings": 0}`.
         whole: names of further tensors that are not per-token; a string is one name.
 
@@ -54,13 +55,16 @@ def shard_batch(
 
     Raises:
         ParallelConfigError: a per-token tensor's length is neither global nor local, named with
-            all numbers; `rank` is outside the layout; `cu_seqlens` does not fit.
+            all numbers; `rank` is outside the layout; `cu_seqlens` does not fit; `dims` or
+            `whole` names what the batch does not have.
     """
     if not 0 <= rank < layout.group_size:
         raise ParallelConfigError(
             f"A batch cut for rank {rank} by a layout over {layout.group_size} ranks.",
             rule=f"the rank is its rank in the layout's group: 0 to {layout.group_size - 1}",
         )
+    check_names("dims", dims or (), batch)
+    check_names("whole", whole, batch)
     result: dict[str, Any] = {}
     model: torch.Tensor | None = None  # a tensor that tells the batch size and the device
     for name, value in batch.items():
@@ -69,7 +73,8 @@ def shard_batch(
             continue
         where = (dims or {}).get(name, dim)
         result[name] = _shard_one(name, value, layout, rank, where)
-        if where == dim and (model is None or name in ("tokens", "input_ids")):
+        usual = nonnegative_dim(value, where) == nonnegative_dim(value, dim)
+        if usual and (model is None or name in ("tokens", "input_ids")):
             model = result[name]
     if model is not None and result.get("position_ids") is None:
         result["position_ids"] = _position_ids(batch, layout, rank, model, dim)
@@ -87,8 +92,14 @@ def document_boundaries(
 
     Raises:
         ParallelConfigError: it does not start at 0, decreases, or ends behind the sequence; or it
-            is no list of whole numbers.
+            is no list of whole numbers (a generator is none, it could be read once only).
     """
+    cu = given_boundaries(cu_seqlens, sequence_length)
+    return cu if cu[-1] == sequence_length else [*cu, sequence_length]
+
+
+def given_boundaries(cu_seqlens: torch.Tensor | Sequence[int], sequence_length: int) -> list[int]:
+    """`cu_seqlens` as a list, by the rules of `document_boundaries`, without padding's own end."""
     check_whole_numbers(cu_seqlens)
     if isinstance(cu_seqlens, torch.Tensor):
         cu_seqlens = cu_seqlens.flatten().tolist()
@@ -100,23 +111,26 @@ def document_boundaries(
             rule="cu_seqlens is global: it starts at 0, never decreases, and ends at the global "
             "sequence length or, if padding follows, before it",
         )
-    return cu if cu[-1] == sequence_length else [*cu, sequence_length]
+    return cu
 
 
 def check_whole_numbers(cu_seqlens: Any) -> None:
     """Refuses boundaries that are not whole numbers in a row, without reading a tensor's values.
 
     Raises:
-        ParallelConfigError: floats, several rows, no sequence at all.
+        ParallelConfigError: floats, several rows, a generator, no sequence at all, no values.
     """
     if isinstance(cu_seqlens, torch.Tensor):
         kind = f"a tensor of shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
         one_row = cu_seqlens.dim() == 1 or (cu_seqlens.dim() == 2 and cu_seqlens.size(0) == 1)
         fits = one_row and cu_seqlens.dtype in (torch.int32, torch.int64)
+        if cu_seqlens.device.type == "meta":
+            kind, fits = f"{kind} on the meta device, which holds no values", False
     else:
         kind = f"{cu_seqlens!r:.200}"
-        try:
-            fits = all(operator.index(x) is not None for x in cu_seqlens)
+        try:  # a generator would be empty for the next reader
+            fits = hasattr(cu_seqlens, "__getitem__") and len(cu_seqlens) >= 0
+            fits = fits and all(operator.index(x) is not None for x in cu_seqlens)
         except TypeError:
             fits = False
     if not fits:
@@ -147,13 +161,15 @@ def cu_seqlens_from_position_ids(
         [documents + 1], int32 on the CPU, for `shard_batch` and `UlyssesAttention`.
 
     Raises:
-        ParallelConfigError: the rows hold different documents, or the shapes differ.
+        ParallelConfigError: the rows hold different documents, the shapes differ, or there are no
+            positions: another dtype than an integer one, no tokens, no values.
     """
+    check_positions(position_ids)
     length = position_ids.size(-1)
-    rows = position_ids.reshape(-1, length)
+    rows = position_ids.reshape(-1, length).long()  # unsigned, 255 would be followed by 0
     real = torch.ones_like(rows, dtype=torch.bool)
     if valid is not None:
-        if valid.size(-1) != length or valid.numel() not in (length, rows.numel()):
+        if valid.shape[-1:] != (length,) or valid.numel() not in (length, rows.numel()):
             raise ParallelConfigError(
                 f"position_ids of shape {list(position_ids.shape)} with valid of shape "
                 f"{list(valid.shape)}.",
@@ -183,7 +199,8 @@ def shift_labels(
 ) -> torch.Tensor:
     """Next-token labels of the *whole* sequence, before it is cut: label i is token i + 1.
 
-    The last token of the sequence, and of each document, predicts nothing.
+    The last token of the sequence, and of each document, predicts nothing; nor does what lies
+    after the last document, which is padding.
 
     Shift once: not after Megatron's GPTDataset, not before a Hugging Face model's own loss. A
     mask or weight per *predicted* token is shifted by the same call with `ignore_index=0`; for a
@@ -193,19 +210,30 @@ def shift_labels(
         tokens: [.., s, ..], token ids, or labels not yet shifted (ignored ones stay ignored).
         dim: the sequence dim.
         cu_seqlens: global document boundaries, for every sample alike.
-        ignore_index: written at document ends.
+        ignore_index: written at document ends and in padding.
 
     Returns:
         A new tensor like `tokens`.
 
     Raises:
-        ParallelConfigError: `cu_seqlens` does not fit the sequence, as when it was cut already.
+        ParallelConfigError: `cu_seqlens` does not fit the sequence, as when it was cut already;
+            the dtype of `tokens` does not hold `ignore_index`; `tokens` lacks the dim.
     """
-    labels = tokens.roll(-1, dim)
+    check_dim("shift_labels", tokens, dim)
+    what = f"shift_labels of {tokens.dtype} with ignore_index={ignore_index}."
+    check_holds(what, tokens.dtype, ignore_index, "ignore_index=0, if it is a mask")
     length = tokens.size(dim)
-    cu = document_boundaries([0] if cu_seqlens is None else cu_seqlens, length)
-    last = sorted({end - 1 for end in cu if end > 0})
-    return labels.index_fill_(dim, torch.tensor(last, device=labels.device).long(), ignore_index)
+    cu = [0, length] if cu_seqlens is None else given_boundaries(cu_seqlens, length)
+    ignored = torch.zeros(length, dtype=torch.bool)
+    ignored[[end - 1 for end in cu if end > 0]] = True
+    ignored[cu[-1] :] = True
+    shape = [1] * tokens.dim()
+    shape[dim] = length
+    return torch.where(  # index_fill_ does not know every dtype
+        ignored.view(shape).to(tokens.device),
+        tokens.new_full((), ignore_index),
+        tokens.roll(-1, dim),
+    )
 
 
 def stays_whole(name: str, whole: Sequence[str]) -> bool:
@@ -217,7 +245,7 @@ def stays_whole(name: str, whole: Sequence[str]) -> bool:
 def _shard_one(
     name: str, tensor: torch.Tensor, layout: SequenceLayout, rank: int, dim: int
 ) -> torch.Tensor:
-    size = tensor.size(dim) if -tensor.dim() <= dim < tensor.dim() else None
+    size = None if nonnegative_dim(tensor, dim) is None else tensor.size(dim)
     if size == layout.sequence_length:
         return layout.shard(tensor, dim, rank).contiguous()  # so that `.view(-1)` works
     if size == layout.lengths[rank]:
@@ -237,11 +265,11 @@ def _shard_one(
 def _position_ids(
     batch: Mapping[str, Any], layout: SequenceLayout, rank: int, model: torch.Tensor, dim: int
 ) -> torch.Tensor:
-    """[b, s_r] for `dim=1`, [s_r] for `dim=0`: whole-sequence positions, then cut."""
+    """[b, s_r] where the sequence is dim 1, [s_r] where it is dim 0: of the whole, then cut."""
     names = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
     cu = next((batch[name] for name in names if batch.get(name) is not None), None)
     boundaries = None if cu is None else document_boundaries(cu, layout.sequence_length)
     positions = torch.tensor(
         layout.positions(rank, boundaries), dtype=torch.long, device=model.device
     )
-    return positions if dim == 0 else positions.expand(model.size(0), -1)
+    return positions if nonnegative_dim(model, dim) == 0 else positions.expand(model.size(0), -1)

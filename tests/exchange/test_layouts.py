@@ -130,6 +130,18 @@ def test_sharding_then_unsharding_is_the_identity(length, ranks, data):
             assert (shard[0, :, 0] // 2).tolist() == layout.token_indices(rank)
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 3), (2, 8), (2, 8, 3)])
+def test_negative_dims_are_those_from_the_end(shape):
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    dim = shape.index(8)
+    for layout in (SequenceLayout.zigzag(8, 2), SequenceLayout.from_lengths([3, 0, 5])):
+        ranks = range(layout.group_size)
+        shards = [layout.shard(tensor, dim - len(shape), rank) for rank in ranks]
+        for rank, shard in zip(ranks, shards, strict=True):
+            assert torch.equal(shard, layout.shard(tensor, dim, rank))
+        assert torch.equal(layout.unshard(shards, dim - len(shape)), tensor)
+
+
 def test_zigzag_is_megatrons_order():
     assert SequenceLayout.zigzag(16, 2).token_indices(0) == [0, 1, 2, 3, 12, 13, 14, 15]
     assert SequenceLayout.zigzag(16, 2).token_indices(1) == [4, 5, 6, 7, 8, 9, 10, 11]

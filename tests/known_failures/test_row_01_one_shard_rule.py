@@ -69,6 +69,44 @@ def test_packed_tokens_are_cut_along_dim_0() -> None:
     assert [len(s["x"]) for s in shards] == [4, 3, 3, 3]
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((8,), -1), ((8, 3), -2), ((3, 8), -1)])
+def test_a_negative_dim_counts_from_the_end_of_each_tensor(shape, dim) -> None:
+    layout = SequenceLayout.contiguous(8, 2)
+    ids = torch.arange(torch.Size(shape).numel()).view(shape)
+    batch = {"tokens": ids, "labels": ids + 1}
+    for rank in range(2):
+        counted = shard_batch(batch, layout, rank, dim=dim)
+        same = shard_batch(batch, layout, rank, dim=len(shape) + dim)
+        assert counted.keys() == same.keys() == {"tokens", "labels", "position_ids"}
+        assert all(torch.equal(counted[name], same[name]) for name in same)
+        assert counted["position_ids"].shape == ((3, 4) if shape == (3, 8) else (4,))
+
+
+def test_a_negative_dim_of_a_single_tensor() -> None:
+    layout = SequenceLayout.contiguous(8, 2)
+    batch = {"tokens": torch.arange(16).view(2, 8), "scores": torch.zeros(2, 5, 8)}
+    part = shard_batch(batch, layout, 1, dims={"scores": -1, "tokens": -1})
+    assert part["scores"].shape == (2, 5, 4)
+    assert part["position_ids"].tolist() == [[4, 5, 6, 7]] * 2  # -1 is dim 1 of the tokens
+    with pytest.raises(ParallelConfigError, match="has no such dim"):
+        shard_batch(batch, layout, 1, dim=-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"whole": ("sample_id",)}, r"whole names 'sample_id'[\s\S]*work: 'sample_ids'"),
+        ({"whole": "sample_id"}, r"whole names 'sample_id'[\s\S]*work: 'sample_ids'"),
+        ({"dims": {"token": 0}}, r"dims names 'token'[\s\S]*work: 'tokens'"),
+        ({"dims": {"zzz": 0}}, r"It has 'tokens', 'sample_ids'\.[\s\S]*no 'zzz' in dims"),
+    ],
+)
+def test_options_for_entries_that_are_not_there_are_refused(options, says) -> None:
+    batch = {"tokens": torch.zeros(2, 8), "sample_ids": torch.zeros(2)}
+    with pytest.raises(ParallelConfigError, match=says):
+        shard_batch(batch, SequenceLayout.contiguous(8, 2), 0, **options)
+
+
 def test_a_tensor_of_another_length_is_named_with_all_numbers() -> None:
     layout = SequenceLayout.contiguous(5, 2)
     batch = {"tokens": torch.zeros(2, 5), "weights": torch.zeros(2, 4)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ulysses_mc import ParallelConfigError, SequenceLayout, shard_batch
+from ulysses_mc import ParallelConfigError, SequenceLayout, shard_batch, shift_labels
 
 
 def positions(layout: SequenceLayout, cu: list[int] | torch.Tensor | None, key: str) -> list:
@@ -52,3 +52,32 @@ def test_given_positions_are_cut_like_the_tokens() -> None:
 def test_boundaries_that_do_not_fit_are_refused(cu: list[int]) -> None:
     with pytest.raises(ParallelConfigError, match=r"8 tokens|whole numbers of tokens"):
         positions(SequenceLayout.contiguous(8, 2), cu, "cu_seqlens")
+
+
+@pytest.mark.parametrize(
+    ("cu", "says"),
+    [
+        ((n for n in [0, 8]), "generator"),
+        (iter([0, 8]), "iterator"),
+        (torch.tensor([0, 8], device="meta"), "meta device, which holds no values"),
+        (torch.tensor([0.0, 8.0]), "torch.float32"),
+        (8, "cu_seqlens is 8"),
+    ],
+)
+def test_boundaries_that_cannot_be_read_are_refused(cu, says) -> None:
+    batch = {"tokens": torch.zeros(1, 8), "cu_seqlens": cu}
+    with pytest.raises(ParallelConfigError, match=rf"{says}[\s\S]*a list of ints"):
+        shard_batch(batch, SequenceLayout.contiguous(8, 2), 0)
+    with pytest.raises(ParallelConfigError, match=says):
+        shift_labels(batch["tokens"], cu_seqlens=cu)
+
+
+def test_boundaries_of_any_sequence() -> None:
+    layout = SequenceLayout.contiguous(8, 2)
+    for cu in ((0, 3, 8), range(0, 9, 4), torch.tensor([0, 3, 8]).numpy()):
+        given = {"tokens": torch.zeros(1, 8), "cu_seqlens": cu}
+        right = {"tokens": torch.zeros(1, 8), "cu_seqlens": list(cu)}
+        assert torch.equal(
+            shard_batch(given, layout, 1)["position_ids"],
+            shard_batch(right, layout, 1)["position_ids"],
+        )

@@ -41,6 +41,34 @@ def test_rows_with_different_documents_are_refused() -> None:
         cu_seqlens_from_position_ids(rows, torch.ones(2, 3))
 
 
+@pytest.mark.parametrize(
+    ("positions", "says"),
+    [
+        (torch.tensor([False, True, False]), "torch.bool is no type of positions"),
+        (torch.arange(300).bfloat16(), "torch.bfloat16 rounds positions above 256"),
+        (torch.arange(3.0), "torch.float32 rounds positions above 16777216"),
+        (torch.arange(3, device="meta"), "meta device holds no values"),
+        (torch.tensor(1), "without dims has no tokens"),
+        (torch.zeros(1, 0).long(), r"shape \[1, 0\][\s\S]*no position at all: 1 x 0 = 0"),
+        (torch.zeros(0, 5).long(), r"shape \[0, 5\][\s\S]*no position at all: 0 x 5 = 0"),
+    ],
+)
+def test_what_holds_no_positions_is_refused(positions: torch.Tensor, says: str) -> None:
+    with pytest.raises(ParallelConfigError, match=says):
+        cu_seqlens_from_position_ids(positions)
+
+
+def test_a_validity_without_tokens_is_refused() -> None:
+    with pytest.raises(ParallelConfigError, match="whole sequence"):
+        cu_seqlens_from_position_ids(torch.arange(3), torch.tensor(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16])
+def test_positions_of_every_integer_type(dtype: torch.dtype) -> None:
+    positions = torch.tensor([*range(200, 256), 0, 1, 0])
+    assert cu_seqlens_from_position_ids(positions.to(dtype)).tolist() == [0, 56, 58, 59]
+
+
 POSITIONS = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0, 0, 0])
 VALID = torch.tensor([1] * 10 + [0] * 3)
 CU = [0, 3, 4, 8, 10]  # and three tokens of padding
