@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ulysses_mc import cross_entropy, linear_cross_entropy
+from ulysses_mc import ParallelConfigError, cross_entropy, linear_cross_entropy
+from ulysses_mc.loss import masked_sum
 
 TOKENS, D, VOCABULARY = 50, 6, 40
 
@@ -78,3 +79,56 @@ def test_low_precision_is_summed_in_float32(data) -> None:
     hidden, weight = data["hidden"].bfloat16().detach(), data["weight"].bfloat16().detach()
     total, count = linear_cross_entropy(hidden, weight, data["labels"], chunk_size=5)
     assert total.dtype == torch.float32 and count.dtype == torch.float64
+
+
+def both(labels: torch.Tensor, weights: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Sum and count of `cross_entropy` and `linear_cross_entropy`, of 2 x 3 tokens alike."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(*n, generator=generator) for n in ((2, 3, 4), (5, 4)))
+    return [
+        *cross_entropy(F.linear(hidden, weight), labels, weights),
+        *linear_cross_entropy(hidden, weight, labels, weights),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16])
+def test_labels_of_every_integer_type(dtype: torch.dtype) -> None:
+    labels = torch.tensor([[0, 1, 2], [3, 4, -100 if dtype.is_signed else 0]])
+    assert torch.equal(torch.stack(both(labels.to(dtype))), torch.stack(both(labels)))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [torch.rand(2, 3, 5), torch.ones(2, 3), torch.ones(2, 3).bool(), torch.ones(2, 3).bfloat16()],
+)
+def test_labels_that_are_no_integers_are_refused(labels: torch.Tensor) -> None:
+    hidden, weight = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+    for call in (
+        lambda: cross_entropy(F.linear(hidden, weight), labels),
+        lambda: linear_cross_entropy(hidden, weight, labels),
+    ):
+        with pytest.raises(ParallelConfigError, match=rf"{labels.dtype}[\s\S]*shape \[2, 3\]"):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (3, 2), (6,), (1, 3), (2, 3, 1), (2, 3, 5), ()])
+@pytest.mark.parametrize("name", ["labels", "weights"])
+def test_other_shapes_than_the_tokens_are_refused(shape: tuple[int, ...], name: str) -> None:
+    wrong, right = torch.ones(shape).long(), torch.ones(2, 3).long()
+    labels, weights = (wrong, None) if name == "labels" else (right, wrong)
+    hidden, weight = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+    with pytest.raises(ParallelConfigError, match=f"{name} of shape .* for logits of shape"):
+        cross_entropy(F.linear(hidden, weight), labels, weights)
+    with pytest.raises(ParallelConfigError, match=r"hidden has \[2, 3\] tokens"):
+        linear_cross_entropy(hidden, weight, labels, weights)
+
+
+def test_weights_of_another_shape_than_the_losses_are_refused() -> None:
+    with pytest.raises(ParallelConfigError, match=r"weights of shape \[3\] for losses"):
+        masked_sum(torch.ones(3, 3), torch.ones(3))  # would weigh rows, not tokens
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None])
+def test_a_chunk_size_that_is_no_count_is_refused(data, chunk_size) -> None:
+    with pytest.raises(ParallelConfigError, match=rf"chunk_size is {chunk_size}[\s\S]*1 or more"):
+        linear_cross_entropy(data["hidden"], data["weight"], data["labels"], chunk_size=chunk_size)

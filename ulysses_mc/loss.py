@@ -18,6 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .batch_checks import check_count
+from .parallel_state.errors import ParallelConfigError
+
 IGNORE_INDEX = -100
 
 
@@ -32,13 +35,17 @@ def cross_entropy(
 
     Args:
         logits: [.., vocabulary].
-        labels: [..], shifted.
+        labels: [..], shifted; integers.
         weights: [..], or None for 1.
 
     Returns:
         Two scalars, float32 (float64 for float64 logits); 0 and 0 without a valid token.
+
+    Raises:
+        ParallelConfigError: labels or weights of another shape than [..], or labels that are no
+            integers, as probabilities are.
     """
-    valid, labels, weights = _valid(labels, weights)
+    valid, labels, weights = _valid("logits", logits, labels, weights)
     return _weighted_sum(logits[valid], labels, weights), _count(labels, weights)
 
 
@@ -68,8 +75,12 @@ def linear_cross_entropy(
 
     Returns:
         Two scalars: sum and count.
+
+    Raises:
+        ParallelConfigError: as `cross_entropy`; or a chunk size below 1.
     """
-    valid, labels, weights = _valid(labels, weights)
+    check_count("chunk_size", chunk_size, "tokens")
+    valid, labels, weights = _valid("hidden", hidden, labels, weights)
     hidden = hidden[valid]  # [valid tokens, d]
 
     def chunk_sum(h: torch.Tensor, y: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
@@ -97,7 +108,11 @@ def masked_sum(losses: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tenso
 
     Args:
         losses, weights: [..] alike.
+
+    Raises:
+        ParallelConfigError: the shapes differ.
     """
+    _check_shape("weights", weights, "losses", losses, losses.shape)
     valid = weights != 0
     weights = weights[valid].to(_accumulation_dtype(losses))
     return (losses[valid] * weights).sum(), weights.sum()
@@ -208,13 +223,44 @@ class _TokenMean(torch.autograd.Function):
 
 
 def _valid(
-    labels: torch.Tensor, weights: torch.Tensor | None
+    name: str, per_token: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Which tokens count [..], and the labels and weights of those alone [valid tokens]."""
+    """Which tokens count [..], and the labels and weights of those alone [valid tokens].
+
+    Args:
+        per_token: [.., d], the logits or hidden states of that name.
+    """
+    tokens = per_token.shape[:-1]
+    dtype = labels.dtype
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        raise ParallelConfigError(
+            f"labels of shape {list(labels.shape)} and dtype {dtype}.",
+            rule="a label is the id of one token, an integer; probabilities over the vocabulary "
+            "are no labels here",
+            nearest=f"labels of int64 and shape {list(tokens)}; for a distribution a loss per "
+            "token of your own, and its sum and count to token_mean_loss.",
+        )
+    _check_shape("labels", labels, name, per_token, tokens)
+    if weights is not None:
+        _check_shape("weights", weights, name, per_token, tokens)
+    labels = labels.long()
     valid = labels != IGNORE_INDEX
     if weights is not None:
         valid = valid & (weights != 0)
     return valid, labels[valid], None if weights is None else weights[valid]
+
+
+def _check_shape(
+    name: str, tensor: torch.Tensor, of: str, per_token: torch.Tensor, tokens: torch.Size
+) -> None:
+    """Refuses a tensor that is not one number for each token of `per_token`."""
+    if tensor.shape != tokens:
+        raise ParallelConfigError(
+            f"{name} of shape {list(tensor.shape)} for {of} of shape {list(per_token.shape)}.",
+            f"{of} has {list(tokens)} tokens.",
+            f"{name} holds one number for each token, in the same order",
+            f"{name} of shape {list(tokens)}, cut like the tokens (shard_batch).",
+        )
 
 
 def _weighted_sum(
