@@ -17,7 +17,7 @@ from .checks import check_group, check_heads_given, check_qkv, check_transport, 
 from .group_member import GroupMember
 from .joint import JointTokens
 from .local import sdpa_attention
-from .option_checks import MASKS, VECTORS, check_call
+from .option_checks import MASKS, VECTORS, check_call, check_local_attention
 from .random import rank_distinct_rng
 
 _BY_HEAD = {name: -1 for name in VECTORS} | {name: -3 for name in MASKS}  # the heads' dim
@@ -62,6 +62,8 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
         super().__init__()
         check_group(group, sequence_layout, kv_sequence_layout)
         check_transport(transport)
+        if local_attention is not None:
+            check_local_attention(local_attention)
         self.group = group
         self.sequence_layout = sequence_layout
         self.kv_sequence_layout = kv_sequence_layout
@@ -168,8 +170,9 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
         )
         query_cut = Cut(query_layout, layout.query_heads)
         kv_cut = Cut(kv_layout, layout.kv_heads)
-        more = 0 if joint is None else joint.query.size(1)
-        s, s_kv = (more + tokens.sequence_length for tokens in (query_layout, kv_layout))
+        s, s_kv = query_layout.sequence_length, kv_layout.sequence_length
+        if joint is not None:
+            s, s_kv = s + joint.query.size(1), s_kv + joint.key.size(1)
         shape = (query.size(0), query.size(2), s, s_kv)
         check_call(self.local_attention, (query, key, value), shape, options)
         own = heads or ONE_HEAD
@@ -199,7 +202,7 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
         if expansion is not None:
             by_heads[1:] = [expand_heads(tensor, expansion) for tensor in by_heads[1:]]
         with rank_distinct_rng(rank, query.device) if "dropout_p" in options else nullcontext():
-            out_by_heads = attend_by_heads(attend, by_heads, cut.values())
+            out_by_heads = attend_by_heads(attend, by_heads)
         return self._back(out_by_heads, query_cut, joint)
 
     def _back(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,19 +40,17 @@ def expand_heads(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:
 
 
 def attend_by_heads(
-    attend: Callable[..., torch.Tensor],
-    by_heads: Sequence[torch.Tensor],
-    others: Iterable[torch.Tensor],
+    attend: Callable[..., torch.Tensor], by_heads: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Runs `attend` on this rank's heads; a rank without any, on one head of zeros.
 
-    The latter only takes part: so that what an attention refuses, or returns in another shape, is
-    met by every rank, and none waits for others that have stopped.
+    That head counts nothing: its output is cut away, so every gradient of it is zero. But all that
+    depends on the ranks doing the same is the same: what an attention refuses, in forward or in
+    backward, what is recomputed, which parameters get gradients, when their hooks run.
 
     Args:
         attend: query, key, value -> output, each as below.
         by_heads: [b, s, h_r, d], [b, s_kv, k_r, d] and [b, s_kv, k_r, d_v]; or s before b.
-        others: tensors that ask for gradients, which are zeros without heads.
 
     Returns:
         [b, s, h_r, d_v], of the query's type, which every rank expects; or s before b.
@@ -61,23 +59,17 @@ def attend_by_heads(
         ParallelConfigError: the output has another shape.
     """
     query, _, value = by_heads
-    shape = [*query.shape[:3], value.size(3)]
-    if query.size(2):
-        out = attend(*by_heads)
-        check_output(out, shape)
-        return out.to(query.dtype)
-    with torch.no_grad():
-        zeros = (t.new_zeros(*t.shape[:2], 1, t.size(3)) for t in by_heads)
-        check_output(attend(*zeros), [*shape[:2], 1, shape[3]])
-    return query.new_empty(shape) + _tie((*by_heads, *others))
+    nothing = query.size(2) == 0
+    if nothing:
+        by_heads = [_one_head_of_zeros(tensor) for tensor in by_heads]
+    out = attend(*by_heads)
+    check_output(out, [*by_heads[0].shape[:3], value.size(3)])
+    return (out.narrow(2, 0, 0) if nothing else out).to(query.dtype)
 
 
-def _tie(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A zero that depends on `tensors` as attention would: its gradients are zeros that can be
-    differentiated again, and it saves tensors for backward, so that recomputation (and with it
-    the exchanges) begins on this rank where it begins on the others."""
-    nothing = [tensor.flatten()[:0] for tensor in tensors]
-    return torch.stack([(tensor * tensor).sum() for tensor in nothing]).sum()
+def _one_head_of_zeros(none: torch.Tensor) -> torch.Tensor:
+    """[b, s, 0, d] -> [b, s, 1, d], through which gradients flow on to the exchange."""
+    return torch.cat([none, none.new_zeros(*none.shape[:2], 1, none.size(3))], 2)
 
 
 def check_output(out: Any, shape: Sequence[int]) -> None:

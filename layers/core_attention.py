@@ -189,9 +189,8 @@ class UlyssesCoreAttention(GroupMember, MegatronModule):
         if expansion is not None:
             by_heads = (by_heads[0], *(expand_heads(t, expansion) for t in by_heads[1:]))
         attend = partial(call, mask=mask, bias=bias, offset=offset)
-        learnable = [tensor for tensor in (bias, offset) if tensor is not None]
         with self._dropout_rng(query.device):
-            out = attend_by_heads(attend, by_heads, learnable)
+            out = attend_by_heads(attend, by_heads)
         (out,) = heads_to_sequence([out], [query_cut], self.group)
         out = out.flatten(2)  # [s_r, b, h * d_v]
         return out.squeeze(1) if thd else out

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from ..head_layout import HeadLayout
 from ..parallel_state.errors import ParallelConfigError
 from .local import sdpa_attention
+from .option_checks import check_local_attention
 from .te_checks import check_transformer_engine
 
 LOCAL_ATTENTIONS: dict[str, Callable[..., torch.Tensor]] = {"sdpa": sdpa_attention}
@@ -60,9 +62,12 @@ def resolve_core(core: Any) -> Core:
         return Core(function=sdpa_attention)
     if isinstance(core, str) and core in LOCAL_ATTENTIONS:
         return Core(function=LOCAL_ATTENTIONS[core])
+    if isinstance(core, partial) and isinstance(core.func, type) and not core.args:
+        return Core(spec=ModuleSpec(module=core.func, params=dict(core.keywords)))
     if isinstance(core, (type, ModuleSpec)):
         return Core(spec=core)
     if callable(core):
+        check_local_attention(core)
         return Core(function=core)
     raise ParallelConfigError(
         f"core={core!r} for UlyssesCoreAttention.",

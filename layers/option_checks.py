@@ -104,6 +104,30 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 }
 
 
+def check_local_attention(local_attention: Any) -> None:
+    """Refuses what could not be called as a local attention.
+
+    Raises:
+        ParallelConfigError: it is not callable, or not with (query, key, value, causal=...).
+    """
+    try:
+        _signature(local_attention).bind(None, None, None, causal=True)
+    except TypeError as error:
+        raise ParallelConfigError(
+            f"{local_attention!r:.200} as local attention: {error}.",
+            rule="a local attention is called as attention(query, key, value, causal=True, ...)",
+            nearest=f"one of ulysses_mc.layers.local ({', '.join(local.__all__)}), or "
+            "a function of yours with these arguments.",
+        ) from None
+
+
+def _signature(local_attention: Callable[..., Any]) -> inspect.Signature:
+    function: Callable[..., Any] = local_attention
+    if isinstance(local_attention, torch.nn.Module):
+        function = local_attention.forward
+    return inspect.signature(function)
+
+
 def check_options(local_attention: Callable[..., Any], names: Iterable[str]) -> None:
     """Refuses options that the local attention does not take.
 
@@ -127,10 +151,7 @@ def check_options(local_attention: Callable[..., Any], names: Iterable[str]) -> 
 @lru_cache(maxsize=64)
 def options_taken(local_attention: Callable[..., Any]) -> frozenset[str] | None:
     """The keyword options of a local attention; None if it takes any."""
-    function: Callable[..., Any] = local_attention
-    if isinstance(local_attention, torch.nn.Module):
-        function = local_attention.forward
-    parameters = inspect.signature(function).parameters
+    parameters = _signature(local_attention).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
     return frozenset(list(parameters)[3:])

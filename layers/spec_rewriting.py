@@ -15,7 +15,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from ..parallel_state.errors import ParallelConfigError
 from .core_attention import UlyssesCoreAttention
 from .dropout import bias_dropout_add
-from .inner_core import resolve_core
+from .inner_core import Core, resolve_core
 from .norm import Norm
 
 Spec = TypeVar("Spec")
@@ -28,7 +28,8 @@ def with_ulysses(spec: Spec, core: Any = None, *, uneven_heads: bool = True) -> 
     (`TransformerBlockSubmodules`, multi-token prediction) and HybridModel stacks.
 
     Args:
-        spec: of any of these kinds; not changed.
+        spec: of any of these kinds; not changed. What is inside the exchange already stays
+            there, with `core` and `uneven_heads=False` if they are given.
         core: what runs inside: None for the core that the spec names, 'sdpa', a local attention
             function, or another core attention (class or ModuleSpec).
         uneven_heads: whether ranks may hold different numbers of heads.
@@ -36,18 +37,19 @@ def with_ulysses(spec: Spec, core: Any = None, *, uneven_heads: bool = True) -> 
     Raises:
         ParallelConfigError: the spec has no core attention, or `core` is nothing of the kind.
     """
-    if core is not None:
-        resolve_core(core)
+    if core is not None and _is_wired(resolve_core(core)):
+        raise ParallelConfigError(
+            f"with_ulysses(spec, core={core!r:.200}).",
+            rule="core is what runs between the exchanges, not what makes them",
+            nearest="with_ulysses(spec), or a core attention of Megatron's as the core.",
+        )
     wired = 0
 
     def change(name: str, value: Any) -> Any:
         nonlocal wired
         if name == "core_attention" and value is not None and value is not IdentityOp:
             wired += 1
-            if isinstance(value, ModuleSpec) and value.module is UlyssesCoreAttention:
-                return value
-            params = {"core": value if core is None else core, "uneven_heads": uneven_heads}
-            return ModuleSpec(module=UlyssesCoreAttention, params=params)
+            return _wired(value, core, uneven_heads)
         return bias_dropout_add if value is get_bias_dropout_add else _UNCHANGED
 
     changed: Spec = _rewrite("", spec, change)
@@ -76,6 +78,25 @@ def with_norm(spec: Spec, norm: Any = Norm) -> Spec:
     return changed
 
 
+def _wired(value: Any, core: Any, uneven_heads: bool) -> Any:
+    """A core attention inside the exchange: the spec's own, or `core`."""
+    given = resolve_core(value)
+    if not _is_wired(given):
+        params = {"core": value if core is None else core, "uneven_heads": uneven_heads}
+        return ModuleSpec(module=UlyssesCoreAttention, params=params)
+    changed = {} if core is None else {"core": core}
+    if not uneven_heads:
+        changed["uneven_heads"] = False
+    if not changed:
+        return value
+    before = (given.spec.params or {}) if isinstance(given.spec, ModuleSpec) else {}
+    return ModuleSpec(module=given.module, params=before | changed)
+
+
+def _is_wired(core: Core) -> bool:
+    return core.is_megatron and issubclass(core.module, UlyssesCoreAttention)
+
+
 _UNCHANGED = object()
 
 
@@ -97,6 +118,10 @@ def _rewrite(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
         rewritten = [_rewrite(name, item, change) for item in value]
         same = all(a is b for a, b in zip(rewritten, value, strict=True))
         return value if same else type(value)(rewritten)
+    if type(value) is dict:
+        entries = {key: _rewrite(str(key), item, change) for key, item in value.items()}
+        same = all(entries[key] is item for key, item in value.items())
+        return value if same else entries
     if isinstance(value, functools.partial):
         keywords = {key: _rewrite(key, item, change) for key, item in value.keywords.items()}
         if all(keywords[key] is item for key, item in value.keywords.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ..parallel_state.errors import ParallelConfigError
 from .core_attention import UlyssesCoreAttention
@@ -46,7 +47,7 @@ def check_wired(model: Any, state: ParallelState) -> None:
     if ulysses == 1:
         return
     modules = [item for chunk in chunks for item in chunk.named_modules()]
-    _check_attention(modules, ulysses)
+    _check_attention(modules, state)
     _check_mixers(modules, ulysses)
     _check_torch_mixers(modules, ulysses)
     _check_positions(modules, ulysses)
@@ -74,21 +75,33 @@ def _check_pipeline(chunks: Any) -> None:
         )
 
 
-def _check_attention(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:
+def _check_attention(modules: list[tuple[str, torch.nn.Module]], state: ParallelState) -> None:
     unwired = []
     for name, module in modules:
         core = getattr(module, "core_attention", None)
         if isinstance(core, torch.nn.Module) and not isinstance(core, UlyssesCoreAttention):
             unwired.append(f"{name}.core_attention ({type(core).__name__})")
-        elif isinstance(core, UlyssesCoreAttention) and core.group.size() != ulysses:
-            unwired.append(f"{name}.core_attention (over {core.group.size()} ranks)")
+        elif isinstance(core, UlyssesCoreAttention):
+            over, ranks = _ranks_of(core.group), list(state.ranks("ulysses"))
+            if over is None:
+                unwired.append(f"{name}.core_attention (over a group that was destroyed)")
+            elif over != ranks:
+                unwired.append(f"{name}.core_attention (over ranks {over}, not {ranks})")
     if unwired:
         raise _error(
             unwired,
-            ulysses,
-            "every core attention runs between the exchanges of the Ulysses group",
-            "build the model with with_ulysses(spec).",
+            state.config.ulysses_parallel_size,
+            "every core attention runs between the exchanges of the Ulysses group of this state",
+            "build the model with with_ulysses(spec), after initialize_model_parallel.",
         )
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int] | None:
+    """Global ranks of a group; None if it no longer exists."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return None
 
 
 def _check_mixers(modules: list[tuple[str, torch.nn.Module]], ulysses: int) -> None:

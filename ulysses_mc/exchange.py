@@ -106,11 +106,16 @@ def heads_to_sequence(
     return tuple(_HeadsToSequence.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
+# Messages are not for the compiler, which meets them in backward if that is compiled too.
+_gather: Any = torch.compiler.disable(transport.gather_sequence)
+_scatter: Any = torch.compiler.disable(transport.scatter_sequence)
+
+
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        gathered = transport.gather_sequence(
+        gathered = _gather(
             tensors, route.cuts, route.group, route.by_heads_batch_first, route.transport
         )
         return _not_views(gathered)
@@ -124,7 +129,7 @@ class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        scattered = transport.scatter_sequence(
+        scattered = _scatter(
             tensors,
             route.cuts,
             route.group,

@@ -11,7 +11,7 @@ from tests.fuzz.test_fuzz import check
 from tests.support.oracle import attention
 from tests.support.pool import run_ranks
 from tests.support.sharded import check_against_oracle, draw, draw_qkv
-from ulysses_mc import SequenceLayout
+from ulysses_mc import ParallelConfigError, SequenceLayout
 from ulysses_mc.layers import UlyssesAttention
 
 
@@ -64,3 +64,38 @@ def test_row_28_evaluation_with_other_batch_sizes_and_odd_lengths() -> None:
     for (b, s), *parts in zip([*shapes, shapes[0]], *by_rank, strict=True):
         right = attention(*draw_qkv(b, s, 4, 2), causal=True)
         torch.testing.assert_close(torch.cat(parts, 1), right, rtol=1e-10, atol=1e-10)
+
+
+def joint_of_other_lengths(front: bool, documents: bool) -> None:
+    """More joint keys than joint queries, as where a text encoder adds keys of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.contiguous(9, size)
+    split, joint_query = draw_qkv(2, 9, 6, 3), draw(2, 2, 6, 4, seed=7)
+    _, joint_key, joint_value = draw_qkv(2, 4, 6, 3, seed=8)
+    joint = (joint_query, joint_key, joint_value)
+    whole = [torch.cat([j, t] if front else [t, j], 1) for j, t in zip(joint, split, strict=True)]
+    module = UlyssesAttention(dist.group.WORLD, layout)
+    local = [layout.shard(t, 1, rank) for t in split]
+    names = ("joint_query", "joint_key", "joint_value")
+    given = dict(zip(names, joint, strict=True), joint_position="front" if front else "rear")
+    mask = torch.rand(11, 13, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask[:, 0] = True
+    if documents:
+        with pytest.raises(ParallelConfigError, match="cu_seqlens"):
+            module(*local, cu_seqlens=[0, 11], **given)
+        return
+    with pytest.raises(ParallelConfigError, match="13"):
+        module(*local, attention_mask=mask[:, :11], **given)
+    out, joint_out = module(*local, attention_mask=mask, **given)
+    right = attention(*whole, allowed=mask)
+    right_joint, right_split = (
+        (right[:, :2], right[:, 2:]) if front else (right[:, 9:], right[:, :9])
+    )
+    torch.testing.assert_close(out, layout.shard(right_split, 1, rank), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(joint_out, right_joint, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+def test_joint_keys_of_another_length_than_the_queries(front, documents) -> None:
+    run_ranks(3, joint_of_other_lengths, front, documents, timeout=60)

@@ -114,6 +114,68 @@ def test_a_spec_without_attention_is_refused() -> None:
         with_ulysses(local_spec(config()), core="flash")
 
 
+def own_attention(query: Any, key: Any, value: Any, *, causal: bool = False) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def test_a_wired_spec_takes_another_core() -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    wired = with_ulysses(local_spec(config()), "sdpa")
+    (core,) = cores(with_ulysses(wired, own_attention, uneven_heads=False))
+    assert core.params == {"core": own_attention, "uneven_heads": False}
+    (core,) = cores(with_ulysses(with_ulysses(wired, uneven_heads=False), DotProductAttention))
+    assert core.params == {"core": DotProductAttention, "uneven_heads": False}
+    assert cores(with_ulysses(wired)) == cores(wired)
+
+
+def test_the_exchange_is_not_put_into_itself() -> None:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Mine(UlyssesCoreAttention):
+        pass
+
+    spec = local_spec(config())
+    for value in (Mine, UlyssesCoreAttention, ModuleSpec(module=Mine, params={"core": "sdpa"})):
+        copied = copy.deepcopy(spec)
+        copied.submodules.self_attention.submodules.core_attention = value
+        (core,) = cores(with_ulysses(copied, uneven_heads=False))
+        module = value.module if isinstance(value, ModuleSpec) else value
+        assert core.module is module
+        assert core.params["uneven_heads"] is False
+        assert cores(with_ulysses(copied)) == [value]
+        with pytest.raises(ParallelConfigError, match="not what makes them"):
+            with_ulysses(spec, core=value)
+
+
+def test_what_cannot_be_called_as_attention_is_refused_when_the_spec_is_made() -> None:
+    import functools
+
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    spec = local_spec(config())
+    for core in (lambda config, layer_number: None, lambda query, key, value: None):
+        with pytest.raises(ParallelConfigError, match="as local attention"):
+            with_ulysses(spec, core)
+    with megatron_on_cpu():  # a class with some of its arguments is still a class
+        spec.submodules.self_attention.submodules.core_attention = functools.partial(
+            DotProductAttention, softmax_scale=0.5
+        )
+        from ulysses_mc.layers.inner_core import resolve_core
+
+        (core,) = cores(with_ulysses(spec))
+        inner = resolve_core(core.params["core"])
+    assert inner.module is DotProductAttention
+    assert inner.spec.params == {"softmax_scale": 0.5}
+
+
+def test_specs_in_a_dict_are_wired() -> None:
+    spec = local_spec(config())
+    changed = with_ulysses([spec, {"other": spec}])
+    assert all_wired(changed[0])
+    assert all_wired(changed[1]["other"])
+
+
 @pytest.mark.parametrize("name", sorted(ready._SPECS))
 def test_ready_specs_are_objects(name: str) -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
