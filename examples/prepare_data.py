@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 END_OF_DOCUMENT, PADDING = "<|endoftext|>", "<|padding|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two above
+LARGEST_VOCABULARY = 2**20
 CONSOLE = Console(stderr=True)
 
 
@@ -76,7 +77,8 @@ def find_files(folder: Path, patterns: list[str], exclude: list[str]) -> list[Pa
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in exclude and not f.startswith("."))
-        found += [Path(root, n) for n in sorted(names) if any(fnmatch(n, p) for p in patterns)]
+        wanted = [Path(root, n) for n in sorted(names) if any(fnmatch(n, p) for p in patterns)]
+        found += [path for path in wanted if path.is_file()]  # a pipe would be waited for
     if not found:
         raise UserError(f"no file below {folder} matches {' '.join(patterns)}")
     return found
@@ -112,9 +114,14 @@ def read_documents(files: list[Path], max_bytes: float) -> list[str]:
 def say_left_out(files: list[Path], why: str, shown: int = 3) -> None:
     """How many files are left out and why, with the first few names."""
     if files:
-        names = ", ".join(map(str, files[:shown])) + ", ..." * (len(files) > shown)
+        names = ", ".join(map(printable, files[:shown])) + ", ..." * (len(files) > shown)
         count = f"{len(files)} file" + "s" * (len(files) > 1)
         print(f"left out {count} {why}: {names}", file=sys.stderr)
+
+
+def printable(path: Path) -> str:
+    """File names are bytes, not always of text."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def tracked(items: list[str], what: str) -> Iterator[str]:
@@ -126,8 +133,11 @@ def tracked(items: list[str], what: str) -> Iterator[str]:
 def train_tokenizer(documents: list[str], vocab_size: int):  # -> tokenizers.Tokenizer
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(f"--vocab-size {vocab_size}: byte-level BPE needs {SMALLEST_VOCABULARY}")
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
+        raise UserError(
+            f"--vocab-size {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY}, and "
+            f"no model uses more than {LARGEST_VOCABULARY}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -158,6 +168,7 @@ def write_tokens(documents: list[str], tokenizer, prefix: Path) -> None:
     dtype = DType.optimal_dtype(tokenizer.get_vocab_size())
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, and ends nothing
     for text in tracked(documents, "writing .bin/.idx"):
         ids = [*tokenizer.encode(text, add_special_tokens=False).ids, end]
         builder.add_document(torch.from_numpy(numpy.array(ids, dtype=numpy.int64)), [len(ids)])
@@ -191,11 +202,22 @@ def publish(partial: Path, output: Path) -> None:
         shutil.rmtree(old)
 
 
+def check_output(output: Path, source: Path, overwrite: bool) -> None:
+    """Nothing but data that were made here is ever replaced."""
+    if source.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"--output {output} holds --input {source}: name another folder")
+    if not output.exists():
+        return
+    if not overwrite:
+        raise UserError(f"{output} is already there; --overwrite replaces it")
+    if not (output / "data.json").is_file() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"--overwrite replaces prepared data; {output} has no data.json in it")
+
+
 def prepare(args: argparse.Namespace) -> dict[str, object]:
     """Makes `args.output` and returns what its data.json says."""
     output: Path = args.output
-    if output.exists() and not args.overwrite:
-        raise UserError(f"{output} is already there; --overwrite replaces it")
+    check_output(output, args.input, args.overwrite)
     documents = read_documents(
         find_files(args.input, args.patterns, args.exclude), args.max_mib * 2**20
     )

@@ -45,3 +45,7 @@ def __getattr__(name: str) -> Any:
     if module is None or not hasattr(found := import_module(f"{__name__}.{module}"), name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(found, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

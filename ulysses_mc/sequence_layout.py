@@ -226,5 +226,6 @@ def _zigzag_error(length: int, group_size: int) -> ParallelConfigError:
         f"zigzag gives each rank two of 2 x {group_size} = {chunks} equal chunks, so {chunks} "
         "divides the length",
         " or ".join(f"{n} tokens" for n in (below, above) if n)
-        + "; or a contiguous layout, which takes any length.",
+        + "; or, outside Megatron, a contiguous layout, which takes any length (inside, only with "
+        "wire_rope(model) and packed_seq_params).",
     )

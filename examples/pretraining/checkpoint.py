@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 from . import adam_state, manifest, random_state
 from .config import Config
 from .errors import UserError
-from .manifest import LATEST, newest
+from .manifest import LATEST, newest, unnamed
 from .preflight import RunShape
 from .safe_load import check_metadata, only_tensors
 from .writing import in_this_process
@@ -34,7 +34,10 @@ from .writing import in_this_process
 _FREE = {"seq_length", "recompute", "transformer_impl", "local_attention", "attention_dropout",
          "hidden_dropout", "make_vocab_size_divisible_by", "vocab_size"}  # fmt: skip
 _HOW = {"sequence_parallel", "recompute_granularity", "recompute_method", "recompute_num_layers",
-        "recompute_modules", "deterministic_mode", "tp_comm_overlap"}  # fmt: skip
+        "recompute_modules", "deterministic_mode", "tp_comm_overlap", "calculate_per_token_loss",
+        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout"}  # fmt: skip
 _NOT_LAYOUT = {"distributed_timeout_minutes", "data_parallel_size"}  # data parallel: as given
 
 
@@ -53,8 +56,10 @@ def find(config: Config) -> Path | None:
         UserError: a checkpoint that should be there is not, or is of another model.
     """
     own = Path(config.output) / "checkpoints"
-    if config.checkpoint.resume and (own / LATEST).is_file():
+    if config.checkpoint.resume and (own / LATEST).exists():
         return newest(own)
+    if config.checkpoint.resume and (path := unnamed(own)) is not None:
+        return path
     if config.checkpoint.load is None:
         return None
     given = Path(config.checkpoint.load)
@@ -63,6 +68,10 @@ def find(config: Config) -> Path | None:
     if not (given / "run.json").is_file():
         raise UserError(f"checkpoint.load {given} has neither {LATEST} nor run.json in it")
     return given
+
+
+def progress_of(run: dict[str, Any]) -> Progress:
+    return Progress(int(run["iteration"]), int(run["consumed_samples"]))
 
 
 def model_facts(config: Config, shape: RunShape) -> dict[str, Any]:
@@ -82,7 +91,7 @@ def check_run(path: Path, config: Config, shape: RunShape) -> dict[str, Any]:
     try:
         run: dict[str, Any] = json.loads((path / "run.json").read_text())
         saved: dict[str, Any] = run["model"]
-        Progress(int(run["iteration"]), int(run["consumed_samples"]))
+        progress_of(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path / 'run.json'} is damaged: {error!r}") from None
     wanted = model_facts(config, shape)
@@ -93,6 +102,13 @@ def check_run(path: Path, config: Config, shape: RunShape) -> dict[str, Any]:
     ]
     if different:
         raise UserError(f"{path} is a checkpoint of another model: {'; '.join(different)}")
+    distributed = config.optimizer.use_distributed_optimizer
+    if not run.get("weights_only") and run.get("distributed_optimizer", distributed) != distributed:
+        raise UserError(
+            f"{path} was saved with optimizer.use_distributed_optimizer "
+            f"{str(not distributed).lower()}, which is {str(distributed).lower()} here: the two "
+            "keep their state in other formats"
+        )
     return run
 
 
@@ -139,6 +155,7 @@ def write(
                 "seq_length": config.model.seq_length,
                 "precision": config.training.precision,
                 "weights_only": weights_only,
+                "distributed_optimizer": config.optimizer.use_distributed_optimizer,
                 "parallel": dataclasses.asdict(config.parallel),
                 "world_size": dist.get_world_size(),
                 "batch": dataclasses.asdict(config.batch),
@@ -191,7 +208,7 @@ def load(
     The random state is restored under the same layout, and drawn anew under another one; `run` is
     what check_run returned.
     """
-    progress = Progress(int(run["iteration"]), int(run["consumed_samples"]))
+    progress = progress_of(run)
     if config.checkpoint.verify:
         manifest.verify(path)
     if run.get("weights_only"):  # of another program: examples/convert_checkpoint.py
@@ -238,8 +255,15 @@ def _read(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     check_metadata(path / ".metadata")
-    with only_tensors():
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    try:
+        with only_tensors():
+            loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    except KeyError as error:  # by all ranks: a part that was never saved
+        raise UserError(
+            f"{path} lacks {str(error).strip(chr(34)):.160}: its optimizer was split otherwise. "
+            "With megatron-core 0.16 a run goes on with expert_model_parallel_size 1 if it was 1, "
+            "and above 1 if it was above; 0.19 has no such limit"
+        ) from None
     return loaded
 
 

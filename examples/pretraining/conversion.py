@@ -42,6 +42,7 @@ def to_hf(source: Path, target: Path) -> str:
     """Writes the checkpoint `source` as a Llama into `target`; returns what was done."""
     from megatron.core import dist_checkpointing
 
+    _check_new(target)
     path = manifest.newest(source) if (source / manifest.LATEST).is_file() else source
     config, vocab = _saved_config(path)
     manifest.verify(path)
@@ -64,11 +65,10 @@ def to_hf(source: Path, target: Path) -> str:
 def from_hf(source: Path, target: Path) -> str:
     """Writes the Llama in `source` as a checkpoint of iteration 0 below `target`."""
     import yaml
-    from transformers import LlamaForCausalLM
 
-    facts = json.loads((source / "config.json").read_text())
-    config = _config_of_llama(facts)
-    llama = LlamaForCausalLM.from_pretrained(source, use_safetensors=True, dtype="auto")
+    _check_new(target)
+    facts, config = _read_llama_config(source)
+    llama = _read_llama(source)
     precision = {v: k for k, v in DTYPES.items()}.get(llama.dtype)
     if precision is None:
         raise UserError(f"{source} holds {llama.dtype} weights; float32 and bfloat16 work")
@@ -90,6 +90,42 @@ def from_hf(source: Path, target: Path) -> str:
     text = yaml.safe_dump({"model": model_yaml, "training": {"precision": precision}})
     (target / "model.yaml").write_text(text)
     return f"wrote {path} and {target / 'model.yaml'}"
+
+
+def _read_llama_config(source: Path) -> tuple[dict[str, Any], Config]:
+    try:
+        facts: dict[str, Any] = json.loads((source / "config.json").read_text())
+        return facts, _config_of_llama(facts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{source / 'config.json'} does not describe a Llama: {error!r:.200}"
+        ) from None
+
+
+def _read_llama(source: Path) -> Any:
+    """Every weight comes from the files: transformers would draw the missing ones."""
+    from safetensors import SafetensorError
+    from transformers import LlamaForCausalLM
+
+    try:
+        llama, told = LlamaForCausalLM.from_pretrained(
+            source, use_safetensors=True, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{source} cannot be read as a Llama: {error!s:.300}") from None
+    wrong = {what: sorted(map(str, told[what])) for what in told if told[what]}
+    if wrong:
+        text = "; ".join(
+            f"{what.replace('_', ' ')} {', '.join(names[:3])}" + ", ..." * (len(names) > 3)
+            for what, names in wrong.items()
+        )
+        raise UserError(f"the weights in {source} do not fit its config.json: {text}")
+    return llama
+
+
+def _check_new(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is already there; name a new folder")
 
 
 def _run(path: Path) -> dict[str, Any]:
@@ -146,6 +182,7 @@ def _config_of_llama(facts: dict[str, Any]) -> Config:
         "attention_bias": not facts.get("attention_bias"),
         "mlp_bias": not facts.get("mlp_bias"),
         "rope_parameters": not scaled,
+        "partial_rotary_factor": (rope | facts).get("partial_rotary_factor", 1.0) == 1.0,
     }.items():
         if not fits:
             raise UserError(f"cannot convert a model with {name} {facts.get(name)!r}")

@@ -9,6 +9,7 @@ samples under any other layout.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from .config import Config
 from .errors import UserError
-from .preflight import blend, describe_data
+from .preflight import blend, data_prefixes, describe_data
 
 
 def microbatch_samples(
@@ -47,7 +48,7 @@ def build_datasets(
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    cache = Path(config.data.cache or Path(config.output) / "data_cache")
+    cache = Path(config.data.cache or Path(config.output) / "data_cache") / _data_digest(config)
     refuse_pickled_arrays(cache)
     if dist.is_initialized():
         dist.barrier()  # rank 0 writes new files there: not while another still reads
@@ -74,6 +75,18 @@ def build_datasets(
     return train, valid
 
 
+def _data_digest(config: Config) -> str:
+    """Of the data files' sizes and times: Megatron finds cached indices by the files' names, and
+    those of other data under the same name would be read."""
+    facts = [
+        (end, file.stat().st_size, file.stat().st_mtime_ns)
+        for prefix in data_prefixes(config)
+        for end in (".bin", ".idx")
+        for file in [Path(f"{prefix}{end}")]
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
 def refuse_pickled_arrays(cache: Path) -> None:
     """Megatron reads its cached indices with allow_pickle: an array of objects runs code."""
     import numpy as np
@@ -83,7 +96,7 @@ def refuse_pickled_arrays(cache: Path) -> None:
             try:
                 np.lib.format.read_magic(stream)
                 _, _, dtype = np.lib.format.read_array_header_1_0(stream)
-            except ValueError as error:
+            except (ValueError, EOFError, OSError) as error:
                 raise UserError(f"cached index {path} is damaged ({error}); remove it") from None
         if dtype.hasobject:
             raise UserError(f"cached index {path} holds pickled objects; remove it")

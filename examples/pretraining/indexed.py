@@ -57,7 +57,10 @@ def open_checked(prefix: str, vocab_size: int | None = None) -> IndexedFile:
     idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (idx, bin_):
         if not path.is_file():
-            raise UserError(f"data file {path} is missing (data.path names the pair by {prefix!r})")
+            raise UserError(
+                f"data file {path} is missing (data.path names the pair by {prefix!r}; "
+                "examples/prepare_data.py makes one of a folder of text)"
+            )
     size = idx.stat().st_size
     if size < _FIXED.size:
         raise UserError(f"{idx} is damaged: {size} bytes, shorter than its {_FIXED.size}-byte head")

@@ -60,6 +60,15 @@ def line(record: Record, train_iters: int) -> str:
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
 
 
+def _record(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+        complete = isinstance(value["iteration"], int) and isinstance(value["kind"], str)
+        return value if complete and isinstance(value["lm_loss"], float) else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 class RunLog:
     """OUTPUT/log.jsonl, OUTPUT/tensorboard/, OUTPUT/loss.png.
 
@@ -75,7 +84,9 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "log.jsonl"
         kept = [r for r in self.records() if r["iteration"] <= iteration] if iteration else []
-        self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        whole = self.folder / ".log.jsonl.new"
+        whole.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        whole.replace(self.path)
         self.writer: Any = None
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -85,9 +96,11 @@ class RunLog:
             )
 
     def records(self) -> list[dict[str, Any]]:
+        """All lines but those that are no record: a killed run may have left half of one."""
         if not self.path.is_file():
             return []
-        return [json.loads(text) for text in self.path.read_text().splitlines()]
+        lines = self.path.read_text(errors="replace").splitlines()
+        return [record for text in lines if (record := _record(text)) is not None]
 
     def training(self, record: Record) -> None:
         print(line(record, self.train_iters), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,34 @@ def newest(folder: Path) -> Path:
     Raises:
         UserError: it names none.
     """
-    text = (folder / LATEST).read_text().strip()
-    if not text.isdigit():
-        raise UserError(f"{folder / LATEST} says {text!r}, not the number of an iteration")
-    path = folder / f"iter_{int(text):07d}"
+    path = folder / f"iter_{_latest_iteration(folder / LATEST):07d}"
     if (path / "run.json").is_file():
         return path
     if (_replaced(path) / "run.json").is_file():  # killed between the two renames of publish()
         return _replaced(path)
-    raise UserError(f"{folder / LATEST} names iteration {text}, but {path} is not a checkpoint")
+    raise UserError(f"{folder / LATEST} names {path.name}, but {path} is not a checkpoint")
+
+
+def _latest_iteration(file: Path) -> int:
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(32).decode("ascii", "backslashreplace").strip()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    if not re.fullmatch("[0-9]{1,12}", text):
+        raise UserError(f"{file} says {text!r}, not the number of an iteration")
+    return int(text)
+
+
+def unnamed(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`, for where `latest_checkpointed_iteration.txt` is
+    missing: a run was killed after its first checkpoint was renamed, or the file was deleted."""
+    whole = [
+        path
+        for path in folder.glob("iter_*")
+        if re.fullmatch("iter_[0-9]{7,}", path.name) and (path / MANIFEST).is_file()
+    ]
+    return max(whole, key=lambda path: int(path.name.removeprefix("iter_")), default=None)
 
 
 def hash_own_files(folder: Path) -> dict[str, Any]:
@@ -62,10 +82,16 @@ def verify(path: Path) -> None:
     try:
         files: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         strange = [name for name in files if Path(name).name != name]
+        unknown = {p.name for p in path.iterdir()} | {"run.json"}
+        unknown -= files.keys() | {MANIFEST}
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path / MANIFEST} is damaged: {error!r}") from None
     if strange:
         raise UserError(f"{path / MANIFEST} names files outside the checkpoint: {strange}")
+    if unknown:
+        raise UserError(
+            f"{path / MANIFEST} is damaged: it does not name {', '.join(sorted(unknown))}"
+        )
     mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     bad = [name for name in mine if not _intact(path / name, files[name])]
     found: list[Any] = [None] * dist.get_world_size()

@@ -16,7 +16,7 @@ from ulysses_mc.planning.example_keys import rule_of
 _UNKNOWN = (
     r"Group '(?P<group>[\w.]+)' does not accept option '(?P<option>[\w.]+)'",
     r"Option '(?P<option>[\w.]+)' is not accepted",
-    r"unrecognized arguments: --(?P<option>[\w.]+)",
+    r"unrecognized arguments: --(?P<option>[\w.-]+)",
 )
 _WRONG = (
     r'Parser key "(?P<key>[\w.]+)": (?:Expected a|Does not validate|Unable to load).*?'
@@ -24,6 +24,22 @@ _WRONG = (
     r'Parser key "(?P<key>[\w.]+)": Unable to load config \'(?P<value>.*?)\'',
     r"argument --(?P<key>[\w.]+): expected one argument(?P<value>)",
 )
+
+
+# What other programs call it, and where it is here.
+_ELSEWHERE = {
+    "tp": "parallel.tensor_model_parallel_size",
+    "pp": "parallel.pipeline_model_parallel_size",
+    "vpp": "parallel.virtual_pipeline_model_parallel_size",
+    "dp": "parallel.data_parallel_size",
+    "ep": "parallel.expert_model_parallel_size",
+    "cp": "parallel.ulysses_parallel_size",
+    "sp": "parallel.ulysses_parallel_size",
+    "context_parallel_size": "parallel.ulysses_parallel_size",
+    "sequence_parallel_size": "parallel.ulysses_parallel_size",
+    "ulysses_sequence_parallel_size": "parallel.ulysses_parallel_size",
+    "sequence_parallel": "a field of Megatron's config: model.transformer.sequence_parallel",
+}
 
 
 def every_mistake(
@@ -130,7 +146,9 @@ def _word(value: Any) -> str:
 
 def unknown_key(key: str, known: list[str], what: str) -> str:
     """`unknown config key 'model.hiden_size'; the nearest known one is model.hidden_size`"""
-    group, dot, name = key.rpartition(".")
+    group, dot, name = key.replace("-", "_").rpartition(".")
+    if name in _ELSEWHERE:
+        return f"unknown {what} {key!r}; here it is {_ELSEWHERE[name]}"
     inside = [k for k in known if k.rpartition(".")[0] == group]
     candidates = inside if dot and inside else known
 

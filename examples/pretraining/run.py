@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .checkpoint import CheckpointNotWritten
+from .checkpoint import CheckpointNotWritten, Progress
 from .config import Config
 from .errors import UserError
 from .indexed import open_checked, unigram_entropy
@@ -57,13 +57,15 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     from .model import build_model, build_optimizer, number_of_parameters
     from .trainer import Trainer
 
+    begun = Progress()
     if (path := checkpoint.find(config)) is not None:
-        checkpoint.check_run(path, config, shape)  # before minutes are spent on building a model
+        # Before minutes are spent on building a model.
+        begun = checkpoint.progress_of(checkpoint.check_run(path, config, shape))
     state = initialize_model_parallel(config.parallel, use_megatron=True)
     random_state.seed(config.training.seed)
     model = build_model(config, shape, state, device)
     optimizer = build_optimizer(config, model)
-    datasets, train_iters = _datasets(config, shape, build_datasets)
+    datasets, train_iters = _datasets(config, shape, begun, build_datasets)
     trainer = Trainer(config, shape, state, device, model, optimizer, datasets, train_iters)
     parameters = number_of_parameters(model)
     trainer.say(
@@ -79,13 +81,20 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     return trainer
 
 
-def _datasets(config: Config, shape: RunShape, build: Any) -> tuple[tuple[Any, Any], int]:
-    """Datasets, and the number of iterations: as configured, or one pass over the data."""
+def _datasets(
+    config: Config, shape: RunShape, begun: Progress, build: Any
+) -> tuple[tuple[Any, Any], int]:
+    """Datasets, and the number of iterations: as configured, or one pass over the data.
+
+    What was `begun` may have been with other batches, so samples are counted, not iterations.
+    """
     batch, wanted = shape.global_batch_size, config.training.train_iters
-    train, valid = build(config, config.model.seq_length, wanted and wanted * batch, None)
+    samples = wanted and begun.consumed_samples + max(wanted - begun.iteration, 0) * batch
+    train, valid = build(config, config.model.seq_length, samples, None)
     if train is None:
         raise UserError(f"data.split {config.data.split!r} leaves no training data")
-    iterations = wanted or len(train) // batch
+    left = max(len(train) - begun.consumed_samples, 0)
+    iterations = wanted or begun.iteration + left // batch
     if iterations < 1:
         raise UserError(
             f"the training data holds {len(train)} samples of {config.model.seq_length} tokens, "

@@ -68,7 +68,8 @@ def _value(config: Config, key: str) -> Any:
 
 
 def attention_reaches_all_ranks(trainer: Trainer) -> None:
-    """The first rank's first tokens change the last rank's loss, by a run of the real pipeline.
+    """Another rank's tokens change the last rank's loss, by a run of the real pipeline: the first
+    token of all, or where attention has a window the one before the last rank's own.
 
     Raises:
         RuntimeError: they do not: attention is confined to each rank's own tokens.
@@ -81,13 +82,19 @@ def attention_reaches_all_ranks(trainer: Trainer) -> None:
     chunk = length // (2 * ranks)
     tokens = torch.arange(length) % shape.vocab_size
     mask = torch.zeros(length)
-    mask[ranks * chunk : (ranks + 1) * chunk] = 1  # of the last rank, in Megatron's order
     changed = tokens.clone()
-    changed[:chunk] = (changed[:chunk] + shape.vocab_size // 2) % shape.vocab_size
+    # The last rank has the two chunks in the middle, in Megatron's order.
+    if getattr(trainer.model_config, "window_size", None) is None:
+        seen = slice(0, chunk)
+        mask[ranks * chunk : (ranks + 1) * chunk] = 1
+    else:  # which may not reach far: the last token of another rank, by the next one
+        seen = slice((ranks - 1) * chunk - 1, (ranks - 1) * chunk)
+        mask[(ranks - 1) * chunk] = 1
+    changed[seen] = (changed[seen] + shape.vocab_size // 2) % shape.vocab_size
     before, after = (_loss(trainer, variant, mask) for variant in (tokens, changed))
     if before == after:
         raise RuntimeError(
-            f"self-check: other tokens on the first of {ranks} ranks leave the loss on the last "
+            f"self-check: other tokens on another of {ranks} ranks leave the loss on the last "
             f"one at {before}: its attention does not see them. (training.self_check false turns "
             "this check off; the training would go wrong all the same.)"
         )

@@ -57,6 +57,7 @@ class Trainer:
     ) -> None:
         self.config, self.shape, self.state, self.device = config, shape, state, device
         self.model, self.optimizer, self.train_iters = model, optimizer, train_iters
+        self.model_config = get_model_config(model[0])
         self.scheduler = build_scheduler(config, optimizer, train_iters)
         self.train_data, self.valid_data = datasets
         self.progress = Progress()
@@ -67,7 +68,7 @@ class Trainer:
 
     def _connect(self) -> None:
         """The hooks through which Megatron's schedules call DDP and the optimizer."""
-        megatron = get_model_config(self.model[0])
+        megatron = self.model_config
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
         if self.config.optimizer.overlap_grad_reduce:

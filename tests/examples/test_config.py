@@ -34,7 +34,6 @@ def config(*argv: str) -> Config:
         ("--model.hiden_size=3", "model.hidden_size"),
         ("--modle.num_layers=3", "model.num_layers"),
         ("--parallel.ulyses_parallel_size=2", "parallel.ulysses_parallel_size"),
-        ("--parallel.context_parallel_size=2", "parallel.ring_parallel_size"),
         ("--train_iter=3", "training.train_iters"),
         ("--outputs=x", "output"),
     ],
@@ -44,10 +43,23 @@ def test_an_unknown_option_names_the_nearest(argument: str, nearest: str) -> Non
         config(argument)
     message = str(caught.value)
     assert "\n" not in message
-    if nearest != "parallel.ring_parallel_size":  # any size of the group will do
-        assert message.endswith(f"the nearest known one is {nearest}")
-    else:
-        assert "the nearest known one is parallel." in message
+    assert message.endswith(f"the nearest known one is {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("argument", "place"),
+    [
+        ("--parallel.context_parallel_size=2", "parallel.ulysses_parallel_size"),
+        ("--context-parallel-size=2", "parallel.ulysses_parallel_size"),
+        ("--tp=2", "parallel.tensor_model_parallel_size"),
+        ("--parallel.sequence_parallel=true", "model.transformer.sequence_parallel"),
+        ("--tensor-model-parallel-size=2", "parallel.tensor_model_parallel_size"),
+    ],
+)
+def test_names_of_other_programs_are_known(argument: str, place: str) -> None:
+    with pytest.raises(UserError, match="unknown config key") as caught:
+        config(argument)
+    assert str(caught.value).endswith(place)
 
 
 def test_an_unknown_key_in_yaml_names_the_nearest(tmp_path: Path) -> None:

@@ -79,7 +79,20 @@ def test_there_and_back(small_data: Path, tmp_path: Path, name: str) -> None:
     one = run_ranks(1, train, [*start, f"--output={tmp_path}/one"], timeout=90)[0]
     two = run_ranks(2, train, [*start, *parallel, f"--output={tmp_path}/two"], timeout=90)[0]
     assert losses(two) == pytest.approx(losses(one), rel=1e-6 if name == "fp32" else 1e-3)
-    assert json.loads((tmp_path / "llama/config.json").read_text())["vocab_size"] == 128
+    facts = json.loads((tmp_path / "llama/config.json").read_text())
+    assert facts["vocab_size"] == 128
+    for layers in (1, 3):
+        changed = json.dumps({**facts, "num_hidden_layers": layers})
+        (tmp_path / "llama/config.json").write_text(changed)
+        assert "do not fit its config.json" in run_ranks(1, refused, tmp_path / "llama")[0]
+
+
+def refused(folder: Path) -> str:
+    from examples.pretraining import conversion
+
+    with pytest.raises(UserError) as caught:
+        conversion.from_hf(folder, folder / "new")
+    return str(caught.value)
 
 
 def test_what_is_no_llama_is_refused(tmp_path: Path) -> None:
@@ -89,5 +102,14 @@ def test_what_is_no_llama_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(facts))
     with pytest.raises(UserError, match="model_type 'gpt2'"):
         conversion.from_hf(tmp_path, tmp_path / "out")
+    for text in ("", "[]", '{"model_type": "llama"}', "\0"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config\.json"):
+            conversion.from_hf(tmp_path, tmp_path / "out")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "partial_rotary_factor": 0.5}')
+    with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
+        conversion.from_hf(tmp_path, tmp_path / "out")
+    with pytest.raises(UserError, match="is already there"):
+        conversion.to_hf(tmp_path, tmp_path / "config.json")
     with pytest.raises(UserError, match="not a checkpoint of this example"):
         conversion.to_hf(tmp_path, tmp_path / "out")

@@ -68,6 +68,20 @@ def test_a_cached_index_with_pickled_objects_is_refused(tmp_path: Path) -> None:
         refuse_pickled_arrays(tmp_path)
 
 
+def test_other_data_of_the_same_name_have_other_cached_indices(tmp_path: Path) -> None:
+    from examples.pretraining.config import Config, DataOptions
+    from examples.pretraining.data import _data_digest
+
+    config = Config(data=DataOptions(path=[str(tmp_path / "text")]))
+    seen = set()
+    for content in (b"1", b"12", b"34"):
+        for end in ("bin", "idx"):
+            (tmp_path / f"text.{end}").write_bytes(content)
+        assert _data_digest(config) == _data_digest(config)
+        seen.add(_data_digest(config))
+    assert len(seen) == 3
+
+
 @pytest.mark.megatron
 def test_documents_are_where_megatron_would_reset_mask_and_positions() -> None:
     """Of two samples, one with its end-of-document tokens at the edges, by Megatron's own rule."""

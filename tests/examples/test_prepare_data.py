@@ -103,9 +103,45 @@ def test_bad_input_is_one_clear_line(prepared: Path, tmp_path: Path) -> None:
     cases = [
         (["--input", tmp_path / "none", "--output", out], "is not a folder"),
         (["--input", tmp_path / "empty", "--output", out], "no file below"),
-        (["--input", prepared.parent / "in", "--output", out, "--vocab-size", 10], "needs 258"),
+        (
+            ["--input", prepared.parent / "in", "--output", out, "--vocab-size", 10],
+            "needs at least 258",
+        ),
+        (["--input", prepared.parent / "in", "--output", out, "--vocab-size", 10**12], "no model"),
         (["--input", prepared.parent / "in", "--output", prepared], "--overwrite replaces it"),
     ]
     for args, message in cases:
         assert message in only_error_line(prepare(*args))
     assert not out.exists()
+
+
+def test_no_text_is_ever_replaced(tmp_path: Path) -> None:
+    source, other = tmp_path / "texts" / "in", tmp_path / "other"
+    for folder in (source, other):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(TEXTS["b.txt"])
+    for output, message in (
+        (source, "holds --input"),
+        (source.parent, "holds --input"),
+        (other, "has no data.json in it"),
+    ):
+        done = prepare("--input", source, "--output", output, "--overwrite")
+        assert message in only_error_line(done)
+    assert (source / "a.txt").is_file() and (other / "a.txt").is_file()
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    (tmp_path / "in").mkdir()
+    text = TEXTS["b.txt"] + "<|endoftext|> is a token, <|padding|> too\n"
+    (tmp_path / "in" / "a.txt").write_text(text)
+    os.mkfifo(tmp_path / "in" / "pipe.txt")  # nobody writes to it
+    output = tmp_path / "out"
+    done = prepare("--input", tmp_path / "in", "--output", output, "--vocab-size", 300)
+    assert done.returncode == 0, done.stderr
+    tokens = np.fromfile(output / "text.bin", dtype=np.uint16).tolist()
+    tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
+    special = [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|padding|>")]
+    assert [t for t in tokens if t in special] == [special[0]] and tokens[-1] == special[0]
+    assert tokenizer.decode(tokens[:-1]) == text

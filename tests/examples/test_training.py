@@ -221,9 +221,57 @@ def test_a_damaged_or_missing_file_is_named_by_every_rank(
 def test_a_latest_that_names_nothing_is_refused(stopped: Path, small_data: Path) -> None:
     latest = stopped / "checkpoints" / "latest_checkpointed_iteration.txt"
     argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
-    for text, message in (("77", "names iteration 77"), ("x", "not the number of an iteration")):
-        latest.write_text(text)
+    wrong = "not the number of an iteration"
+    texts = {b"77": "names iter_0000077", b"x": wrong, b"\xff\xfe": wrong, "\u00b2".encode(): wrong,
+             b"1" * 10**6: wrong, b"": wrong}  # fmt: skip
+    for text, message in texts.items():
+        latest.write_bytes(text)
         assert message in run_ranks(1, refuse, argv, timeout=60)[0]
+    latest.unlink()
+    latest.mkdir()
+    assert "cannot be read: Is a directory" in run_ranks(1, refuse, argv, timeout=60)[0]
+
+
+def test_without_latest_the_newest_whole_checkpoint_is_taken(
+    stopped: Path, small_data: Path
+) -> None:
+    """As a run leaves it that was killed between the two renames of its first save."""
+    (stopped / "checkpoints" / "latest_checkpointed_iteration.txt").unlink()
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
+    (records,) = run_ranks(1, train, argv, timeout=120)
+    assert sorted(losses(records)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_manifest_that_names_too_little_is_refused(stopped: Path, small_data: Path) -> None:
+    (stopped / "checkpoints" / "iter_0000003" / "manifest.json").write_text("{}")
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
+    (message,) = run_ranks(1, refuse, argv, timeout=60)
+    assert "manifest.json is damaged: it does not name .metadata" in message
+
+
+def test_an_optimizer_that_was_split_otherwise_is_refused(stopped: Path, small_data: Path) -> None:
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
+    other = "--optimizer.use_distributed_optimizer=false"
+    (message,) = run_ranks(1, refuse, [*argv, other], timeout=60)
+    assert "saved with optimizer.use_distributed_optimizer true, which is false here" in message
+
+
+def test_half_a_line_in_the_log_stops_no_resume(stopped: Path, small_data: Path) -> None:
+    with (stopped / "log.jsonl").open("ab") as stream:
+        stream.write(b'{"kind": "train", "iterat\xff')
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
+    (records,) = run_ranks(1, train, argv, timeout=120)
+    assert sorted(losses(records)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_goes_on_with_other_batches_has_the_data_for_them(
+    stopped: Path, small_data: Path
+) -> None:
+    """24 samples are consumed; 3 more steps of 2 would end, counted anew, at sample 12."""
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
+    (records,) = run_ranks(1, train, [*argv, "--batch.global_batch_size=2"], timeout=120)
+    assert min(losses(records).values()) > 1
+    assert max(r["consumed_samples"] for r in records if r["kind"] == "train") == 30
 
 
 DROPOUT = [
