@@ -102,6 +102,13 @@ def check_run(path: Path, config: Config, shape: RunShape) -> dict[str, Any]:
     ]
     if different:
         raise UserError(f"{path} is a checkpoint of another model: {'; '.join(different)}")
+    rows = run.get("padded_vocab_size", shape.padded_vocab_size)
+    if rows != shape.padded_vocab_size:
+        raise UserError(
+            f"{path} has an embedding of {rows} rows, this run one of {shape.padded_vocab_size} (a "
+            "multiple of model.make_vocab_size_divisible_by and tensor_model_parallel_size): rows "
+            "beyond the vocabulary take part in the softmax, so it would be another model"
+        )
     distributed = config.optimizer.use_distributed_optimizer
     if not run.get("weights_only") and run.get("distributed_optimizer", distributed) != distributed:
         raise UserError(
@@ -155,6 +162,7 @@ def write(
                 "seq_length": config.model.seq_length,
                 "precision": config.training.precision,
                 "weights_only": weights_only,
+                "padded_vocab_size": shape.padded_vocab_size,
                 "distributed_optimizer": config.optimizer.use_distributed_optimizer,
                 "parallel": dataclasses.asdict(config.parallel),
                 "world_size": dist.get_world_size(),
@@ -225,7 +233,13 @@ def load(
     loaded = _read(path, state)
     for name, chunk in _chunks(model):
         chunk.load_state_dict(loaded[name])
-    adam_state.load(optimizer, loaded["optimizer"])
+    try:
+        adam_state.load(optimizer, loaded["optimizer"])
+    except (KeyError, ValueError) as error:  # Megatron compares groups of parameters, by all ranks
+        raise UserError(
+            f"{path} holds an optimizer of other groups of parameters ({error!s:.120}): without "
+            "optimizer.use_distributed_optimizer its state fits the layout it was saved under"
+        ) from error
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if same_layout:
         random_state.restore(loaded["rng"])
@@ -258,11 +272,15 @@ def _read(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
         with only_tensors():
             loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
-    except KeyError as error:  # by all ranks: a part that was never saved
+    except (KeyError, CheckpointException) as error:  # by all ranks
+        causes = [c for c, _ in error.failures.values()] if hasattr(error, "failures") else [error]
+        if not isinstance(causes[0], KeyError):
+            raise
+        lacks = str(causes[0]).strip('"').partition(" from model")[0]  # a part never saved
         raise UserError(
-            f"{path} lacks {str(error).strip(chr(34)):.160}: its optimizer was split otherwise. "
-            "With megatron-core 0.16 a run goes on with expert_model_parallel_size 1 if it was 1, "
-            "and above 1 if it was above; 0.19 has no such limit"
+            f"{path} lacks {lacks:.160}: Megatron keeps the optimizer state of "
+            "experts apart if expert_model_parallel_size is above 1, so that a run goes on with 1 "
+            "if it was 1, and above 1 if it was above. The weights alone are there for any"
         ) from None
     return loaded
 

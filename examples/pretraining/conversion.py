@@ -18,7 +18,8 @@ from ulysses_mc.parallel_state import ParallelConfig, RankGrid, initialize_model
 from . import checkpoint, llama_names, manifest
 from .config import Config, ModelOptions, TrainingOptions
 from .errors import UserError
-from .model import build_chunk, ffn_hidden_size, transformer_config
+from .model import build_chunk, transformer_config
+from .model_rules import ffn_hidden_size
 from .preflight import RunShape
 from .run import on_device, quiet
 

@@ -152,7 +152,8 @@ class Batches:
             "tokens": pad(item["tokens"], (0, extra)),
             "labels": pad(item["labels"], (0, extra)),
             "loss_mask": pad(mask, (0, extra)),
-            "position_ids": torch.arange(self.length),
+            # Padding, which nothing sees, stands at the last position that a model may know.
+            "position_ids": torch.arange(self.length).clamp(max=item["tokens"].numel() - 1),
         }
 
 

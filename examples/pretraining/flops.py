@@ -7,7 +7,7 @@ as half of s x s, recomputation not counted, the output layer counted once, embe
 from __future__ import annotations
 
 from .config import Config
-from .model import ffn_hidden_size
+from .model_rules import ffn_hidden_size
 from .preflight import RunShape
 
 CONVENTION = "model FLOPs, causal attention, without recomputation"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ulysses_mc.parallel_state import ParallelState
 
 from .config import Config
 from .errors import UserError
+from .model_rules import ffn_hidden_size
 from .preflight import RunShape
 from .specs import gpt_spec, hybrid_spec
 
@@ -78,12 +78,6 @@ def number_of_layers(config: Config) -> int:
     return len((config.model.hybrid_layer_pattern or "").split("/")[0].replace("|", ""))
 
 
-def ffn_hidden_size(config: Config) -> int:
-    model = config.model
-    usual = model.hidden_size * (8 / 3 if model.swiglu else 4)
-    return model.ffn_hidden_size or math.ceil(usual / 64) * 64
-
-
 def _recompute(mode: str) -> dict[str, Any]:
     if mode == "none":
         return {}
@@ -105,7 +99,8 @@ def build_chunk(
     model = config.model
     common: dict[str, Any] = {
         "vocab_size": shape.padded_vocab_size,
-        "max_sequence_length": shape.padded_seq_length,
+        # Of the data, not of the padding that a layout needs: checkpoints fit any layout.
+        "max_sequence_length": max(model.seq_length, config.evaluation.seq_length or 0),
         "pre_process": parallel_state.is_pipeline_first_stage(
             ignore_virtual=False, vp_stage=vp_stage
         ),

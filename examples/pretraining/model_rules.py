@@ -5,6 +5,7 @@ Pure arithmetic, no torch. A rule takes the config and raises ParallelConfigErro
 
 from __future__ import annotations
 
+import math
 import sys
 from importlib import metadata
 
@@ -45,6 +46,44 @@ def key_value_heads(config: Config) -> None:
             f"{groups} key/value heads over tensor_model_parallel_size={tensor}.",
             rule="num_query_groups divides, or is a multiple of, tensor_model_parallel_size.",
             nearest=f"num_query_groups {tensor}",
+        )
+
+
+def ffn_hidden_size(config: Config) -> int:
+    model = config.model
+    usual = model.hidden_size * (8 / 3 if model.swiglu else 4)
+    return model.ffn_hidden_size or math.ceil(usual / 64) * 64
+
+
+def feed_forward(config: Config) -> None:
+    tensor = config.parallel.tensor_model_parallel_size
+    _divides(ffn_hidden_size(config), tensor, "model.ffn_hidden_size", "tensor_model_parallel_size")
+
+
+def no_multi_token_prediction(config: Config) -> None:
+    if config.model.transformer.get("mtp_num_layers"):
+        raise UserError(
+            "model.transformer.mtp_num_layers: this script builds no blocks for multi-token "
+            "prediction (with_ulysses(spec) wires those of a model of your own)"
+        )
+
+
+# What of a mixture of experts looks at all tokens of a batch, and so at padding too.
+_OF_ALL_TOKENS = (
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
+    "moe_expert_capacity_factor", "moe_input_jitter_eps",
+)  # fmt: skip
+
+
+def experts_without_padding(config: Config, padded: int, multiple: int) -> None:
+    """A loss mask hides padding from the loss, not from a router's statistics."""
+    model = config.model
+    given = [name for name in _OF_ALL_TOKENS if model.transformer.get(name)]
+    if model.transformer.get("num_moe_experts") and given and padded != model.seq_length:
+        raise UserError(
+            f"model.transformer with {', '.join(given)}, and samples of {model.seq_length} tokens "
+            f"padded to {padded}: the router would count the padding. model.seq_length "
+            f"{max(padded - multiple, multiple)} or {padded} needs none"
         )
 
 
@@ -139,6 +178,8 @@ RULES = (
     query_heads,
     heads_in_groups,
     key_value_heads,
+    feed_forward,
+    no_multi_token_prediction,
     messages,
     documents,
     layers,

@@ -18,7 +18,7 @@ from ulysses_mc.planning.example_keys import value_problems
 from .config import Config
 from .errors import UserError
 from .indexed import open_checked
-from .model_rules import RULES
+from .model_rules import RULES, experts_without_padding
 from .problems import Problems
 
 
@@ -123,9 +123,11 @@ def check(config: Config, world_size: int) -> RunShape:
         vocab = problems.of(_vocabulary, config)
     for prefix in prefixes:
         problems.of(open_checked, prefix, vocab)
+    multiple = 1 if grid is None else token_multiple(config, grid)
+    padded = -(-config.model.seq_length // multiple) * multiple
+    problems.of(experts_without_padding, config, padded, multiple)
     problems.tell()
     assert grid is not None and steps is not None and vocab is not None
-    multiple = token_multiple(config, grid)
     # Not times tp, as in Megatron-LM: a checkpoint then fits every tp that divides it.
     step = lcm(config.model.make_vocab_size_divisible_by, grid.size("tp"))
     return RunShape(
@@ -133,7 +135,7 @@ def check(config: Config, world_size: int) -> RunShape:
         micro_batch_size=config.batch.micro_batch_size,
         accumulation_steps=steps,
         seq_length=config.model.seq_length,
-        padded_seq_length=-(-config.model.seq_length // multiple) * multiple,
+        padded_seq_length=padded,
         token_multiple=multiple,
         vocab_size=vocab,
         padded_vocab_size=-(-vocab // step) * step,

@@ -130,6 +130,11 @@ def join_process_group(config: Config, device: torch.device) -> None:
     }
     if device.type == "cuda":
         options["device_id"] = device
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set: start with torchrun, "
+            "or with neither of them for one rank"
+        )
     if "RANK" not in os.environ:
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     elif os.environ.get("GROUP_WORLD_SIZE") == "1":

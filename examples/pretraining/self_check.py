@@ -106,7 +106,7 @@ def _loss(trainer: Trainer, tokens: torch.Tensor, mask: torch.Tensor) -> float:
         "tokens": tokens[None],
         "labels": tokens[None],
         "loss_mask": mask[None],
-        "position_ids": torch.arange(length)[None],
+        "position_ids": torch.arange(length).clamp(max=trainer.config.model.seq_length - 1)[None],
     }
     # An interleaved pipeline takes a multiple of its stages.
     steps = trainer.shape.grid.size("pp") if len(trainer.model) > 1 else 1

@@ -180,3 +180,26 @@ def test_the_launcher_refuses_before_torchrun() -> None:
 
 def test_the_ranks_of_a_request() -> None:
     assert [parse(a).check for a in ([], ["--check"], ["--check", "8"])] == [None, 0, 8]
+
+
+def test_experts_do_not_count_padding(data: str) -> None:
+    moe = "--model.transformer={num_moe_experts: 4, moe_aux_loss_coeff: 0.01}"
+    sizes = ["--parallel.ulysses_parallel_size=4", f"--data.path=[{data}]"]
+    check(config(moe, "--model.seq_length=32", *sizes), 4)
+    with pytest.raises(UserError, match=r"moe_aux_loss_coeff.*seq_length 24 or 32 needs none"):
+        check(config(moe, "--model.seq_length=30", *sizes), 4)
+    plain = "--model.transformer={num_moe_experts: 4}"  # routes each token by itself
+    check(config(plain, "--model.seq_length=30", *sizes), 4)
+
+
+def test_multi_token_prediction_is_not_built_here(data: str) -> None:
+    with pytest.raises(UserError, match="builds no blocks for multi-token prediction"):
+        check(config("--model.transformer.mtp_num_layers=1", f"--data.path=[{data}]"), 1)
+
+
+def test_a_world_size_without_a_rank_is_refused(data: str, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    words = [f"--data.path=[{data}]", f"--output={tmp_path}", "--device=cpu"]
+    done = script(*words, "--batch.global_batch_size=8", WORLD_SIZE="2")
+    assert done.returncode == 2 and "WORLD_SIZE is 2 and RANK is not set" in done.stderr
+    assert "Traceback" not in done.stderr

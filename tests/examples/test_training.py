@@ -256,6 +256,12 @@ def test_an_optimizer_that_was_split_otherwise_is_refused(stopped: Path, small_d
     assert "saved with optimizer.use_distributed_optimizer true, which is false here" in message
 
 
+def test_an_embedding_of_other_rows_is_refused(stopped: Path, small_data: Path) -> None:
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
+    (message,) = run_ranks(1, refuse, [*argv, "--model.make_vocab_size_divisible_by=1"], timeout=60)
+    assert "has an embedding of 128 rows, this run one of" in message
+
+
 def test_half_a_line_in_the_log_stops_no_resume(stopped: Path, small_data: Path) -> None:
     with (stopped / "log.jsonl").open("ab") as stream:
         stream.write(b'{"kind": "train", "iterat\xff')
@@ -272,6 +278,30 @@ def test_a_run_that_goes_on_with_other_batches_has_the_data_for_them(
     (records,) = run_ranks(1, train, [*argv, "--batch.global_batch_size=2"], timeout=120)
     assert min(losses(records).values()) > 1
     assert max(r["consumed_samples"] for r in records if r["kind"] == "train") == 30
+
+
+def test_learned_positions_fit_any_layout(small_data: Path, tmp_path: Path) -> None:
+    """30 positions: at Ulysses size 4 samples are padded to 32, the table is not."""
+    learned = ["--model.position_embedding_type=learned_absolute", "--model.num_layers=2"]
+    argv = [*SMALL, *learned, f"--data.path=[{small_data}/text]", f"--output={tmp_path}"]
+    one = run_ranks(1, train, [*argv, "--training.train_iters=3"], timeout=120)[0]
+    four = run_ranks(4, train, [*argv, *layout(ulysses=4)], timeout=120)[0]
+    assert sorted(losses(four)) == [1, 2, 3, 4, 5, 6]
+    again = [*argv[:-1], f"--output={tmp_path}/again"]
+    whole = run_ranks(4, train, [*again, *layout(ulysses=4)], timeout=120)[0]
+    assert losses(whole)[3] == pytest.approx(losses(one)[3], rel=1e-6)
+
+
+def test_experts_of_other_ranks_are_refused_for_their_optimizer(
+    small_data: Path, tmp_path: Path
+) -> None:
+    moe = "--model.transformer={num_moe_experts: 4, moe_router_load_balancing_type: none}"
+    argv = [*SMALL, moe, "--model.num_layers=1", f"--data.path=[{small_data}/text]"]
+    argv += [f"--output={tmp_path}"]
+    run_ranks(1, train, [*argv, "--training.train_iters=3"], timeout=120)
+    sizes = layout(ulysses=2, expert_model=2)
+    messages = run_ranks(2, refuse, [*argv, *sizes], timeout=120)
+    assert all("experts apart if expert_model_parallel_size is above 1" in m for m in messages)
 
 
 DROPOUT = [
