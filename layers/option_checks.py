@@ -111,7 +111,7 @@ def check_local_attention(local_attention: Any) -> None:
         ParallelConfigError: it is not callable, or not with (query, key, value, causal=...).
     """
     try:
-        _signature(local_attention).bind(None, None, None, causal=True)
+        _signature(local_attention).bind_partial(None, None, None, causal=True)
     except TypeError as error:
         raise ParallelConfigError(
             f"{local_attention!r:.200} as local attention: {error}.",

@@ -106,16 +106,11 @@ def heads_to_sequence(
     return tuple(_HeadsToSequence.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
-# Messages are not for the compiler, which meets them in backward if that is compiled too.
-_gather: Any = torch.compiler.disable(transport.gather_sequence)
-_scatter: Any = torch.compiler.disable(transport.scatter_sequence)
-
-
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        gathered = _gather(
+        gathered = transport.gather_sequence(
             tensors, route.cuts, route.group, route.by_heads_batch_first, route.transport
         )
         return _not_views(gathered)
@@ -129,7 +124,7 @@ class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        scattered = _scatter(
+        scattered = transport.scatter_sequence(
             tensors,
             route.cuts,
             route.group,

@@ -21,6 +21,8 @@ from .packed import gather_packed, scatter_packed
 MAX_MESSAGES_PER_PEER = 64
 
 
+# Messages are not for the compiler, which meets them in backward if that is compiled too.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_sequence(
     tensors: Sequence[torch.Tensor],
     cuts: Sequence[Cut],
@@ -34,6 +36,7 @@ def gather_sequence(
     return gather_packed(tensors, cuts, group)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def scatter_sequence(
     tensors: Sequence[torch.Tensor],
     cuts: Sequence[Cut],
