@@ -118,15 +118,22 @@ _SPECS |= {"hybrid_stack_te": _hybrid_stack_te, "hybrid_stack_local": _hybrid_st
 @cache
 def _spec(name: str) -> ModuleSpec:
     if "_te" in name:
-        from megatron.core.extensions.transformer_engine import HAVE_TE
-
-        if not HAVE_TE:
-            raise ParallelConfigError(
-                f"ulysses_mc.layers.specs {name} without TransformerEngine.",
-                rule="layers of TransformerEngine need it: pip install 'ulysses-mc[te]'",
-                nearest=f"{name.replace('_te', '_local')}.",
-            )
+        require_transformer_engine(
+            f"ulysses_mc.layers.specs {name}", f"{name.replace('_te', '_local')}."
+        )
     return _SPECS[name]()
+
+
+def require_transformer_engine(request: str, nearest: str) -> None:
+    """Refuses layers of TransformerEngine where Megatron does not find it."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        raise ParallelConfigError(
+            f"{request} without TransformerEngine.",
+            rule="layers of TransformerEngine need it: pip install 'ulysses-mc[te]'",
+            nearest=nearest,
+        )
 
 
 # Megatron-LM asks by `__import__(module, fromlist=[name])` and then looks into `vars(module)`.

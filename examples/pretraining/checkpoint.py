@@ -109,14 +109,32 @@ def check_run(path: Path, config: Config, shape: RunShape) -> dict[str, Any]:
             "multiple of model.make_vocab_size_divisible_by and tensor_model_parallel_size): rows "
             "beyond the vocabulary take part in the softmax, so it would be another model"
         )
+    if not run.get("weights_only"):
+        _check_optimizer(path, run, config)
+    return run
+
+
+def _check_optimizer(path: Path, run: dict[str, Any], config: Config) -> None:
+    """What decides how Megatron lays out the optimizer's state in a checkpoint.
+
+    Raises:
+        UserError: it differs from the run that saved.
+    """
     distributed = config.optimizer.use_distributed_optimizer
-    if not run.get("weights_only") and run.get("distributed_optimizer", distributed) != distributed:
+    if run.get("distributed_optimizer", distributed) != distributed:
         raise UserError(
             f"{path} was saved with optimizer.use_distributed_optimizer "
             f"{str(not distributed).lower()}, which is {str(distributed).lower()} here: the two "
             "keep their state in other formats"
         )
-    return run
+    ranks = config.parallel.expert_model_parallel_size
+    saved = run["parallel"]["expert_model_parallel_size"]
+    if config.model.transformer.get("num_moe_experts") and (saved > 1) != (ranks > 1):
+        raise UserError(
+            f"{path} was saved with expert_model_parallel_size {saved}, which is {ranks} here: "
+            "Megatron keeps the optimizer state of experts apart if expert_model_parallel_size is "
+            "above 1, so that a run goes on with 1 if it was 1, and above 1 if it was above"
+        )
 
 
 def save(
@@ -269,19 +287,8 @@ def _read(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     check_metadata(path / ".metadata")
-    try:
-        with only_tensors():
-            loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
-    except (KeyError, CheckpointException) as error:  # by all ranks
-        causes = [c for c, _ in error.failures.values()] if hasattr(error, "failures") else [error]
-        if not isinstance(causes[0], KeyError):
-            raise
-        lacks = str(causes[0]).strip('"').partition(" from model")[0]  # a part never saved
-        raise UserError(
-            f"{path} lacks {lacks:.160}: Megatron keeps the optimizer state of "
-            "experts apart if expert_model_parallel_size is above 1, so that a run goes on with 1 "
-            "if it was 1, and above 1 if it was above. The weights alone are there for any"
-        ) from None
+    with only_tensors():
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
     return loaded
 
 

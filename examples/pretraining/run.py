@@ -20,6 +20,7 @@ from .config import Config
 from .errors import UserError
 from .indexed import open_checked, unigram_entropy
 from .liveness import ALIKE, RankLost, watched
+from .manifest import LATEST, newest
 from .preflight import RunShape, data_prefixes
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     from .model import build_model, build_optimizer, number_of_parameters
     from .trainer import Trainer
 
-    begun = Progress()
+    begun, saved = Progress(), None
     if (path := checkpoint.find(config)) is not None:
         # Before minutes are spent on building a model.
-        begun = checkpoint.progress_of(checkpoint.check_run(path, config, shape))
+        saved = path, checkpoint.check_run(path, config, shape)
+        begun = checkpoint.progress_of(saved[1])
     state = initialize_model_parallel(config.parallel, use_megatron=True)
     random_state.seed(config.training.seed)
     model = build_model(config, shape, state, device)
@@ -74,7 +76,7 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
         f"{train_iters} iterations, {train_iters * shape.global_batch_size} samples\n"
         f"optimizer: {adam_in_use()}"
     )
-    trainer.resume()
+    trainer.resume(saved)
     if config.training.self_check:
         self_check.ranks_agree(config, datasets[0], trainer.progress.consumed_samples)
         self_check.attention_reaches_all_ranks(trainer)
@@ -185,9 +187,8 @@ def summarize(config: Config, log: Any, complete: bool) -> None:
         "nothing about its context."
     )
     folder = Path(config.output)
-    latest = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    if latest.is_file():
-        print(f"  checkpoint   {folder / 'checkpoints' / f'iter_{int(latest.read_text()):07d}'}")
+    if (folder / "checkpoints" / LATEST).is_file():
+        print(f"  checkpoint   {newest(folder / 'checkpoints')}")
     print(f"  log          {log.path}")
     if log.writer is not None:
         print(f"  tensorboard  {folder / 'tensorboard'}")

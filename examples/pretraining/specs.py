@@ -8,7 +8,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ulysses_mc.layers import specs, with_ulysses
-from ulysses_mc.parallel_state import ParallelConfigError
 
 from .config import Config
 
@@ -18,20 +17,11 @@ def gpt_spec(config: Config, megatron: TransformerConfig, vp_stage: int | None) 
     inside = config.model.local_attention
     if config.model.transformer_impl == "local":
         return specs.gpt_block_local(megatron, vp_stage, None if inside == "spec" else "sdpa")
-    check_transformer_engine()
+    specs.require_transformer_engine(
+        "model.transformer_impl transformer_engine", "model.transformer_impl local."
+    )
     block = get_gpt_decoder_block_spec(megatron, use_transformer_engine=True, vp_stage=vp_stage)
     return with_ulysses(block, "sdpa" if inside == "sdpa" else None)
-
-
-def check_transformer_engine() -> None:
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    if not HAVE_TE:
-        raise ParallelConfigError(
-            "model.transformer_impl transformer_engine without TransformerEngine.",
-            rule="its layers need it: pip install 'ulysses-mc[te]' on a machine with CUDA",
-            nearest="model.transformer_impl local.",
-        )
 
 
 def hybrid_spec(config: Config) -> Any:

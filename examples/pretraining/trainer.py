@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,11 +215,10 @@ class Trainer:
 
     # --- the loop -------------------------------------------------------------------------
 
-    def resume(self) -> None:
-        """Loads the checkpoint that the config names, if any."""
-        path = checkpoint.find(self.config)
-        if path is not None:
-            run = checkpoint.check_run(path, self.config, self.shape)
+    def resume(self, saved: tuple[Path, dict[str, Any]] | None) -> None:
+        """Loads a checkpoint, if there is one, of which `check_run` gave the second."""
+        if saved is not None:
+            path, run = saved
             self.progress = checkpoint.load(
                 path, run, self.config, self.model, self.optimizer, self.scheduler
             )
