@@ -246,6 +246,35 @@ def test_row_05_what_is_not_wired_is_named(
     run_ranks(2, check, names, wire, dropout, embedding)
 
 
+def another_grid(destroyed: bool) -> str:
+    """A model over ranks [0, 1] and [2, 3], checked against a grid of [0, 2] and [1, 3]."""
+    from ulysses_mc.parallel_state import (
+        ParallelConfig,
+        destroy_model_parallel,
+        initialize_model_parallel,
+    )
+
+    with megatron_on_cpu():
+        initialize_model_parallel(ParallelConfig(ulysses_parallel_size=2))
+        chunks = gpt_chunks(Setting(cp=2), wired_spec)
+        other = ParallelConfig(tensor_model_parallel_size=2, ulysses_parallel_size=2)
+        if destroyed:
+            destroy_model_parallel()
+            state = initialize_model_parallel(other)
+        else:
+            state = initialize_model_parallel(other, use_megatron=False)
+        with pytest.raises(ParallelConfigError, match="of this state") as caught:
+            check_wired(chunks, state)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("destroyed", [False, True])
+def test_a_model_of_another_grid_of_the_same_size_is_refused(destroyed: bool) -> None:
+    first, *_ = run_ranks(4, another_grid, destroyed, timeout=60)
+    wrong = "a group that was destroyed" if destroyed else "ranks [0, 1], not [0, 2]"
+    assert f"core_attention (over {wrong})" in first
+
+
 def test_mamba_is_refused() -> None:
     from types import SimpleNamespace
 
