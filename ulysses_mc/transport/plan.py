@@ -26,6 +26,11 @@ from .memory import (
 )
 
 
+# Plans kept: a layer needs 4 to 6 per layout. With packed documents each micro-batch may bring a
+# layout of its own, of many views, so that an unbounded or large cache would grow for long.
+_KEPT = 128
+
+
 @dataclass(frozen=True)
 class View:
     """A view of a tensor, relative to where that begins in its storage."""
@@ -102,7 +107,7 @@ class Scatter:
     arrivals: tuple[Arrival, ...]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_KEPT)
 def plan_gather(
     cut: Cut,
     rank: int,
@@ -147,7 +152,7 @@ def plan_gather(
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_KEPT)
 def plan_scatter(
     cut: Cut,
     rank: int,
