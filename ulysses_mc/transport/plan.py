@@ -25,7 +25,6 @@ from .memory import (
     run_heads,
 )
 
-
 # Plans kept: a layer needs 4 to 6 per layout. With packed documents each micro-batch may bring a
 # layout of its own, of many views, so that an unbounded or large cache would grow for long.
 _KEPT = 128
