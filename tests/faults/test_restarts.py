@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,7 @@ from tests.faults.killing import PHASES, Kill
 from tests.faults.launching import Agent, agents
 from tests.support.pool import run_ranks
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(sys.version_info >= (3, 12), reason="does not depend on Megatron's version"),
-]
+pytestmark = pytest.mark.megatron
 
 OPTIONS = [
     *SMALL, *layout(ulysses=2), "--evaluation.interval=0", "--checkpoint.interval=2",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,10 +20,7 @@ from tests.faults.killing import broken_checkpoints
 from tests.faults.launching import Agent, agents, end
 from tests.support.pool import run_ranks
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(sys.version_info >= (3, 12), reason="does not depend on Megatron's version"),
-]
+pytestmark = pytest.mark.megatron
 
 MINUTES = float(os.environ.get("FAULT_MINUTES", "0.4"))  # that a collective may take
 OPTIONS = [
