@@ -13,7 +13,6 @@ system.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import uuid
 from pathlib import Path
@@ -71,7 +70,7 @@ def find(config: Config) -> Path | None:
 
 
 def progress_of(run: dict[str, Any]) -> Progress:
-    return Progress(int(run["iteration"]), int(run["consumed_samples"]))
+    return Progress(run["iteration"], run["consumed_samples"])
 
 
 def model_facts(config: Config, shape: RunShape) -> dict[str, Any]:
@@ -88,12 +87,8 @@ def check_run(path: Path, config: Config, shape: RunShape) -> dict[str, Any]:
     Raises:
         UserError: naming every field that differs.
     """
-    try:
-        run: dict[str, Any] = json.loads((path / "run.json").read_text())
-        saved: dict[str, Any] = run["model"]
-        progress_of(run)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / 'run.json'} is damaged: {error!r}") from None
+    run = manifest.read_run(path)
+    saved = run["model"]
     wanted = model_facts(config, shape)
     different = [
         f"{key} is {saved.get(key)!r} there and {wanted.get(key)!r} here"
@@ -128,7 +123,7 @@ def _check_optimizer(path: Path, run: dict[str, Any], config: Config) -> None:
             "keep their state in other formats"
         )
     ranks = config.parallel.expert_model_parallel_size
-    saved = run["parallel"]["expert_model_parallel_size"]
+    saved = run["parallel"].get("expert_model_parallel_size", 1)
     if config.model.transformer.get("num_moe_experts") and (saved > 1) != (ranks > 1):
         raise UserError(
             f"{path} was saved with expert_model_parallel_size {saved}, which is {ranks} here: "

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ulysses_mc.parallel_state import ParallelConfig
 
 from .errors import UserError
-from .misread import every_mistake, explain
+from .misread import damaged_files, every_mistake, explain
 from .problems import Problems
 
 
@@ -201,13 +201,16 @@ def parse(argv: list[str] | None = None) -> Request:
     )
     parser.add_class_arguments(Config, None)
     argv = sys.argv[1:] if argv is None else argv
+    problems = Problems()
+    for problem in damaged_files(argv):
+        problems.add(UserError(problem))
+    problems.tell()
     try:
         namespace = parser.parse_args(argv)
         values = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(namespace)
     except ArgumentError as error:
         known = known_keys()
         mistakes = every_mistake(parser, ArgumentError, argv, known) or [explain(str(error), known)]
-        problems = Problems()
         for mistake in mistakes:
             problems.add(UserError(mistake))
         problems.tell()

@@ -54,7 +54,7 @@ def to_hf(source: Path, target: Path) -> str:
     checkpoint.load_weights(path, [model])
     options = _llama_options(config, rows)
     # Megatron's rows beyond the vocabulary take part in its softmax: kept, for equal logits.
-    options["ulysses_mc"] = {"vocab_size": vocab, "iteration": _run(path)["iteration"]}
+    options["ulysses_mc"] = {"vocab_size": vocab, "iteration": manifest.read_run(path)["iteration"]}
     llama = _empty_llama(options, DTYPES[config.training.precision])
     weights = llama_names.to_llama(_weights(model), options["num_key_value_heads"], _head(config))
     llama.load_state_dict(weights, strict=False)
@@ -129,18 +129,13 @@ def _check_new(target: Path) -> None:
         raise UserError(f"{target} is already there; name a new folder")
 
 
-def _run(path: Path) -> dict[str, Any]:
-    try:
-        run: dict[str, Any] = json.loads((path / "run.json").read_text())
-        return run
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a checkpoint of this example: {error!r}") from None
-
-
 def _saved_config(path: Path) -> tuple[Config, int]:
     """The config that describes a checkpoint's model, and its vocabulary without padding."""
-    run = _run(path)
-    model = ModelOptions(**run["model"], seq_length=run["seq_length"])
+    run = manifest.read_run(path)
+    try:
+        model = ModelOptions(**run["model"], seq_length=run["seq_length"])
+    except TypeError as error:
+        raise UserError(f"{path / 'run.json'} is damaged: {error}") from None
     wrong = {
         "kind": model.kind == "gpt",
         "normalization": model.normalization == "RMSNorm",

@@ -10,6 +10,7 @@ samples under any other layout.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .config import Config
-from .errors import UserError
+from .errors import SeenByOneRank, UserError
 from .preflight import blend, data_prefixes, describe_data
 
 
@@ -92,14 +93,20 @@ def refuse_pickled_arrays(cache: Path) -> None:
     import numpy as np
 
     for path in sorted(cache.glob("*.npy")):
-        with path.open("rb") as stream:
-            try:
+        try:
+            with path.open("rb") as stream:
                 np.lib.format.read_magic(stream)
-                _, _, dtype = np.lib.format.read_array_header_1_0(stream)
-            except (ValueError, EOFError, OSError) as error:
-                raise UserError(f"cached index {path} is damaged ({error}); remove it") from None
+                shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+                bytes_left = path.stat().st_size - stream.tell()
+        except (ValueError, EOFError, OSError) as error:
+            raise UserError(f"cached index {path} is damaged ({error}); remove it") from None
         if dtype.hasobject:
             raise UserError(f"cached index {path} holds pickled objects; remove it")
+        if bytes_left != math.prod(shape) * dtype.itemsize:
+            raise UserError(
+                f"cached index {path} is damaged ({bytes_left} bytes of numbers, its header says "
+                f"{math.prod(shape)} x {dtype.itemsize}); remove it"
+            )
 
 
 class Batches:
@@ -162,11 +169,11 @@ def _check_tokens(tokens: torch.Tensor, number: int, vocab_size: int) -> None:
     rank: its embedding and its loss would silently be zero.
 
     Raises:
-        UserError: a token outside the vocabulary.
+        SeenByOneRank: a token outside the vocabulary.
     """
     low, high = (int(t) for t in tokens.aminmax())
     if low < 0 or high >= vocab_size:
-        raise UserError(
+        raise SeenByOneRank(
             f"sample {number} holds token {low if low < 0 else high}, the model's vocabulary has "
             f"{vocab_size}: the data are damaged, or were made with another tokenizer"
         )

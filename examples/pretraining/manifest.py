@@ -54,6 +54,29 @@ def unnamed(folder: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.removeprefix("iter_")), default=None)
 
 
+_RUN = {"iteration": int, "consumed_samples": int, "model": dict, "seq_length": int,
+        "precision": str, "parallel": dict, "world_size": int}  # fmt: skip
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """run.json of a checkpoint: what was trained, how, and how far.
+
+    Raises:
+        UserError: it cannot be read, or lacks something.
+    """
+    file = path / "run.json"
+    try:
+        run = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is damaged: {error}") from None
+    if not isinstance(run, dict):
+        raise UserError(f"{file} is damaged: it is not an object")
+    wrong = [key for key, kind in _RUN.items() if not isinstance(run.get(key), kind)]
+    if wrong:
+        raise UserError(f"{file} is damaged: {', '.join(wrong)} missing, or of another type")
+    return run
+
+
 def hash_own_files(folder: Path) -> dict[str, Any]:
     """Size and SHA-256 of the files this rank wrote: `__RANK_n.distcp`, and on rank 0 what belongs
     to no rank."""

@@ -62,6 +62,42 @@ def every_mistake(
     return list(dict.fromkeys(found))
 
 
+def damaged_files(argv: list[str]) -> list[str]:
+    """A message for each config file that is no YAML, and each key that stands twice in one: the
+    reader would take the last."""
+    import yaml
+
+    found = []
+    for words in _options(argv):
+        name, equals, value = words[0].partition("=")
+        file = value if equals else " ".join(words[1:])
+        try:
+            if name == "--config":
+                with open(file, encoding="utf-8") as stream:
+                    twice = _keys_given_twice(yaml.compose(stream, yaml.SafeLoader))
+                found += [f"{file}: {key} stands there twice, the second in line {line}"
+                          for key, line in twice]  # fmt: skip
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            place = getattr(error, "problem_mark", None)
+            where = f", line {place.line + 1}, column {place.column + 1}" if place else ""
+            reason = getattr(error, "problem", None) or error
+            found.append(f"{file}{where}: not readable as YAML: {reason}")
+        except OSError:
+            continue  # the parser's to tell
+    return found
+
+
+def _keys_given_twice(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(dotted key, line)"""
+    seen = set()
+    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+        name = f"{prefix}{key.value}"
+        if name in seen:
+            yield name, key.start_mark.line + 1
+        seen.add(name)
+        yield from _keys_given_twice(value, f"{name}.")
+
+
 def _alone(parser: Any, argv: list[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(what to put before a message, how to read it) for each option and each key of a file."""
     for words in _options(argv):

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from .checkpoint import CheckpointNotWritten, Progress
 from .config import Config
-from .errors import UserError
+from .errors import SeenByOneRank, UserError
 from .indexed import open_checked, unigram_entropy
 from .liveness import ALIKE, RankLost, watched
+from .lock import only_run_in
 from .manifest import LATEST, newest
 from .preflight import RunShape, data_prefixes
 
@@ -32,13 +33,15 @@ def run(config: Config, shape: RunShape) -> int:
     device = pick_device(config)
     join_process_group(config, device)
     try:
-        with on_device(device), quiet(), watched(config.parallel.distributed_timeout_minutes):
+        minutes = config.parallel.distributed_timeout_minutes
+        alone = only_run_in(Path(config.output), 60 * minutes if started_again() else 0)
+        with on_device(device), quiet(), watched(minutes), alone:
             trainer = prepare(config, shape, device)
             signal.signal(signal.SIGTERM, trainer.stop_soon)
             complete = trainer.train()
             if trainer.log is not None:
                 summarize(config, trainer.log, complete)
-    except (RankLost, CheckpointNotWritten) as error:
+    except (RankLost, CheckpointNotWritten, SeenByOneRank) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # ending the groups would wait for a missing rank
     except ALIKE:
@@ -106,6 +109,14 @@ def _datasets(
     if length and length != config.model.seq_length:
         _, valid = build(config, length, 1, None)
     return (train, valid), iterations
+
+
+def started_again() -> bool:
+    """By torchrun, after a failure: ranks of the attempt before may not have ended yet, on a node
+    that was cut off."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (
+        os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    )
 
 
 def pick_device(config: Config) -> torch.device:

@@ -81,6 +81,24 @@ def test_wrong_values_and_files_are_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {num_layers: [\n", r"c\.yaml, line 2, column 1: not readable as YAML"),
+        ("model:\n\tnum_layers: 2\n", r"c\.yaml, line 2, column 1: not readable as YAML"),
+        (
+            "model: {num_layers: 2}\nmodel: {hidden_size: 64}\n",
+            r"c\.yaml: model stands there twice",
+        ),
+        ("optimizer:\n  lr: 1\n  lr: 2\n", r"optimizer\.lr stands there twice, .* in line 3"),
+    ],
+)
+def test_a_file_that_cannot_be_meant(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        config(f"--config={tmp_path / 'c.yaml'}")
+
+
 def test_yaml_then_command_line(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         "model: {num_layers: 6, transformer: {qk_layernorm: true}}\noptimizer: {lr: 1e-4}\n"

@@ -12,7 +12,7 @@ from examples.pretraining.data import (
     microbatch_samples,
     refuse_pickled_arrays,
 )
-from examples.pretraining.errors import UserError
+from examples.pretraining.errors import SeenByOneRank, UserError
 
 
 def samples_of_step(consumed: int, accumulation: int, micro: int, dp: int) -> list[int]:
@@ -54,7 +54,7 @@ def test_padding_and_samples_beyond_the_end_have_no_weight() -> None:
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     batches = Batches(Five(), padded_seq_length=4, dp_rank=0, dp_size=1, vocab_size=3)
     next(batches.step(0, 1, 2))
-    with pytest.raises(UserError, match="sample 3 holds token 3, the model's vocabulary has 3"):
+    with pytest.raises(SeenByOneRank, match="sample 3 holds token 3, the model's vocabulary has 3"):
         next(batches.step(2, 1, 2))
 
 
@@ -65,6 +65,17 @@ def test_a_cached_index_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     refuse_pickled_arrays(tmp_path)
     np.save(tmp_path / "bad.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(UserError, match=r"bad\.npy holds pickled objects"):
+        refuse_pickled_arrays(tmp_path)
+
+
+@pytest.mark.parametrize("bytes_kept", [0, 5, 100, -1])
+def test_a_damaged_cached_index_is_refused(bytes_kept: int, tmp_path: Path) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "index.npy", np.arange(3))
+    whole = (tmp_path / "index.npy").read_bytes()
+    (tmp_path / "index.npy").write_bytes(whole[:bytes_kept])
+    with pytest.raises(UserError, match=r"index\.npy is damaged .*; remove it"):
         refuse_pickled_arrays(tmp_path)
 
 

@@ -136,3 +136,25 @@ def test_a_checkpoint_is_written_without_other_processes(small_data: Path, tmp_p
             "--training.train_iters=1", "--evaluation.interval=0"]  # fmt: skip
     assert run_ranks(1, processes_started, argv) == [[]]
     assert (tmp_path / "checkpoints/iter_0000001/manifest.json").is_file()
+
+
+def one_rank_meets_wrong_input(messages: Path) -> None:
+    from examples.pretraining.errors import SeenByOneRank
+    from examples.pretraining.liveness import watched
+
+    try:
+        with watched(timeout_minutes=5):
+            if dist.get_rank() == 1:
+                raise SeenByOneRank("sample 3 holds token 99")
+            dist.barrier()
+    except Exception as error:
+        (messages / str(dist.get_rank())).write_text(str(error))
+        os._exit(1)
+
+
+def test_what_one_rank_alone_refuses_is_told_by_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, one_rank_meets_wrong_input, tmp_path, timeout=60)
+    assert (tmp_path / "1").read_text() == "sample 3 holds token 99"
+    said = (tmp_path / "0").read_text()
+    assert "rank 1 failed first, by SeenByOneRank: sample 3 holds token 99" in said
