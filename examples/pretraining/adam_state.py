@@ -59,11 +59,11 @@ def load(optimizer: Any, loaded: dict[Any, Any]) -> None:
 
 
 def _take_current_rates(part: Any, state: dict[str, Any]) -> None:
-    """The config says the learning rates, not the checkpoint; but Megatron (seen in 0.19) finds
-    the groups of parameters in a checkpoint by them, among others."""
+    """The config says the rates, betas and epsilon, not the checkpoint; but Megatron (seen in 0.19)
+    finds the groups of parameters in a checkpoint by some of them."""
     current = part.optimizer.param_groups
     for group in (state.get("optimizer") or state).get("param_groups", ()):
-        for key in ("max_lr", "min_lr"):
+        for key in ("max_lr", "min_lr", "betas", "eps"):
             rates = {own.get(key) for own in current}
             if key in group and len(rates) == 1:
                 group[key] = rates.pop()

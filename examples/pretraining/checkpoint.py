@@ -139,10 +139,16 @@ def save(
     model: list[Any],
     optimizer: Any,
     scheduler: Any,
+    samples: str,
 ) -> Path:
-    """Writes one checkpoint. Collective; returns its path when it is complete on every rank."""
+    """Writes one checkpoint. Collective; returns its path when it is complete on every rank.
+
+    Args:
+        samples: data.samples_read, for `run.json`.
+    """
     state = _state(model, optimizer, scheduler, loading=False)
-    return write(Path(config.output) / "checkpoints", config, shape, progress, state)
+    folder = Path(config.output) / "checkpoints"
+    return write(folder, config, shape, progress, state, samples=samples)
 
 
 def write(
@@ -152,6 +158,7 @@ def write(
     progress: Progress,
     state: dict[str, Any],
     *,
+    samples: str | None = None,
     weights_only: bool = False,
 ) -> Path:
     """Writes the sharded `state` as a checkpoint in `folder`. Collective.
@@ -174,6 +181,7 @@ def write(
                 "model": model_facts(config, shape),
                 "seq_length": config.model.seq_length,
                 "precision": config.training.precision,
+                "samples_read": samples,
                 "weights_only": weights_only,
                 "padded_vocab_size": shape.padded_vocab_size,
                 "distributed_optimizer": config.optimizer.use_distributed_optimizer,

@@ -73,10 +73,11 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     datasets, train_iters = _datasets(config, shape, begun, build_datasets)
     trainer = Trainer(config, shape, state, device, model, optimizer, datasets, train_iters)
     parameters = number_of_parameters(model)
+    left = (train_iters - begun.iteration) * shape.global_batch_size
     trainer.say(
         f"{config.model.kind} model with {parameters:,} parameters in {config.training.precision} "
         f"on {device.type} x {dist.get_world_size()}\n{shape.describe()}\n"
-        f"{train_iters} iterations, {train_iters * shape.global_batch_size} samples\n"
+        f"{train_iters} iterations, {begun.consumed_samples + left} samples\n"
         f"optimizer: {adam_in_use()}"
     )
     trainer.resume(saved)

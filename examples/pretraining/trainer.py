@@ -23,7 +23,7 @@ from ulysses_mc.parallel_state import ParallelState
 from . import checkpoint, nonfinite
 from .checkpoint import Progress
 from .config import Config
-from .data import Batches
+from .data import Batches, samples_read
 from .log import RunLog
 from .measure import measure
 from .model import build_scheduler
@@ -227,6 +227,14 @@ class Trainer:
                 f"loaded {path}: continuing after iteration {self.progress.iteration}, "
                 f"{self.progress.consumed_samples} samples consumed"
             )
+            read = samples_read(self.train_data, self.progress.consumed_samples)
+            if run.get("samples_read") not in (read, None):
+                self.say(
+                    "warning: the samples come in another order than in the run that saved: some "
+                    "of those it has read come again, others never. The order follows from the "
+                    "data, data.split, training.seed, model.seq_length, and training.train_iters x "
+                    "batch.global_batch_size where that makes more epochs"
+                )
         if dist.get_rank() == 0:
             self.log = RunLog(self.config, self.train_iters, self.progress.iteration)
 
@@ -269,7 +277,13 @@ class Trainer:
             return
         with self.parameters_gathered():
             path = checkpoint.save(
-                self.config, self.shape, self.progress, self.model, self.optimizer, self.scheduler
+                self.config,
+                self.shape,
+                self.progress,
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                samples_read(self.train_data, self.progress.consumed_samples),
             )
         self.saved_at = self.progress.iteration
         self.say(f"saved {path}")

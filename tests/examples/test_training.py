@@ -108,7 +108,7 @@ def resume(argv: list[str], copy: Path) -> tuple[list[dict[str, Any]], dict[str,
         assert (trainer.progress.iteration, trainer.progress.consumed_samples) == (3, 24)
         elsewhere = dataclasses.replace(options, output=str(copy))
         parts = trainer.model, trainer.optimizer, trainer.scheduler
-        checkpoint.save(elsewhere, shape, trainer.progress, *parts)
+        checkpoint.save(elsewhere, shape, trainer.progress, *parts, "samples")
         chunks = [chunk.module for chunk in trainer.model]
         weights = {n: p.detach().clone() for n, p in named_parameters(chunks)}
         assert trainer.train()
@@ -124,6 +124,38 @@ def contents(path: Path) -> dict[str, Any]:
         **dist_checkpointing.load_plain_tensors(str(path)),
         **dist_checkpointing.load_common_state_dict(str(path)),
     }
+
+
+def loaded(argv: list[str]) -> tuple[list[tuple[Any, ...]], str]:
+    """A resumed run before its first step: its groups of parameters, and what it has said."""
+    import contextlib
+    import io
+
+    import torch
+
+    from examples.pretraining import config, preflight, run
+
+    options = config.parse(argv).config
+    said = io.StringIO()
+    device = torch.device("cpu")
+    with run.on_device(device), run.quiet(), contextlib.redirect_stdout(said):
+        trainer = run.prepare(options, preflight.check(options, 1), device)
+    keys = "betas", "eps", "weight_decay"
+    groups = [g for part in trainer.optimizer.chained_optimizers for g in part.param_groups]
+    return [tuple(group[key] for key in keys) for group in groups], said.getvalue()
+
+
+def test_a_resumed_run_has_the_optimizer_of_its_config(stopped: Path, small_data: Path) -> None:
+    argv = [*SMALL, *layout(), f"--data.path=[{small_data}/text]", f"--output={stopped}"]
+    ((_, said),) = run_ranks(1, loaded, argv, timeout=120)
+    assert "another order" not in said and "6 iterations, 48 samples" in said
+    changed = ["--optimizer.adam_beta1=0.8", "--optimizer.adam_beta2=0.85",
+               "--optimizer.adam_eps=1e-5", "--optimizer.weight_decay=0.02",
+               "--training.seed=7", "--batch.global_batch_size=4"]  # fmt: skip
+    ((groups, said),) = run_ranks(1, loaded, argv + changed, timeout=120)
+    assert {group[:2] for group in groups} == {((0.8, 0.85), 1e-5)}
+    assert {group[2] for group in groups} == {0.0, 0.02}  # none for biases and norms
+    assert "samples come in another order" in said and "6 iterations, 36 samples" in said
 
 
 # Megatron files the norms of its local layers under TransformerEngine's names.
