@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,10 +69,8 @@ def from_hf(source: Path, target: Path) -> str:
 
     _check_new(target)
     facts, config = _read_llama_config(source)
-    llama = _read_llama(source)
-    precision = {v: k for k, v in DTYPES.items()}.get(llama.dtype)
-    if precision is None:
-        raise UserError(f"{source} holds {llama.dtype} weights; float32 and bfloat16 work")
+    precision = _precision(source)
+    llama = _read_llama(source, DTYPES[precision], config.model.share_embeddings_and_output_weights)
     config = dataclasses.replace(config, training=TrainingOptions(precision=precision))
     model, options = _model(config, facts["vocab_size"]), config.model
     groups = options.num_query_groups or options.num_attention_heads
@@ -103,14 +101,36 @@ def _read_llama_config(source: Path) -> tuple[dict[str, Any], Config]:
         ) from None
 
 
-def _read_llama(source: Path) -> Any:
+def _precision(source: Path) -> Literal["fp32", "bf16"]:
+    """Of the weights themselves: config.json's `dtype` would have them rounded, bit by bit equal
+    no longer."""
+    from safetensors import SafetensorError, safe_open
+
+    found = set()
+    try:
+        for path in source.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{source} cannot be read as a Llama: {error!s:.300}") from None
+    if found == {"F32"}:
+        return "fp32"
+    if found == {"BF16"}:
+        return "bf16"
+    raise UserError(
+        f"the *.safetensors in {source} hold {' and '.join(sorted(found)) or 'nothing'}: it takes "
+        "weights that are all F32 or all BF16"
+    )
+
+
+def _read_llama(source: Path, dtype: torch.dtype, tied: bool) -> Any:
     """Every weight comes from the files: transformers would draw the missing ones."""
     from safetensors import SafetensorError
     from transformers import LlamaForCausalLM
 
     try:
         llama, told = LlamaForCausalLM.from_pretrained(
-            source, use_safetensors=True, dtype="auto", output_loading_info=True
+            source, use_safetensors=True, dtype=dtype, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{source} cannot be read as a Llama: {error!s:.300}") from None
@@ -121,6 +141,12 @@ def _read_llama(source: Path) -> Any:
             for what, names in wrong.items()
         )
         raise UserError(f"the weights in {source} do not fit its config.json: {text}")
+    head, table = llama.lm_head.weight, llama.model.embed_tokens.weight
+    if tied and not torch.equal(head, table):
+        raise UserError(
+            f"{source / 'config.json'} says tie_word_embeddings, but lm_head.weight is not the "
+            "embedding: set it to false"
+        )
     return llama
 
 
@@ -189,6 +215,11 @@ def _config_of_llama(facts: dict[str, Any]) -> Config:
     if facts["rms_norm_eps"] != 1e-5:
         transformer["layernorm_epsilon"] = facts["rms_norm_eps"]
     rows = facts["vocab_size"]
+    vocab, base = facts.get("ulysses_mc", {}).get("vocab_size", rows), rope["rope_theta"]
+    if not isinstance(vocab, int) or not 0 < vocab <= rows:
+        raise ValueError(f"ulysses_mc.vocab_size {vocab!r} of an embedding of {rows} rows")
+    if base != int(base):
+        raise ValueError(f"rope_theta {base}: Megatron's rotary_base is a whole number")
     model = ModelOptions(
         num_layers=facts["num_hidden_layers"],
         hidden_size=hidden,
@@ -196,9 +227,9 @@ def _config_of_llama(facts: dict[str, Any]) -> Config:
         num_query_groups=facts.get("num_key_value_heads") or heads,
         ffn_hidden_size=facts["intermediate_size"],
         seq_length=facts["max_position_embeddings"],
-        vocab_size=facts.get("ulysses_mc", {}).get("vocab_size", rows),
+        vocab_size=vocab,
         make_vocab_size_divisible_by=gcd(rows, 128),
-        rotary_base=int(rope["rope_theta"]),
+        rotary_base=int(base),
         share_embeddings_and_output_weights=bool(facts.get("tie_word_embeddings")),
         transformer=transformer,
     )

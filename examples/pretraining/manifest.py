@@ -65,6 +65,8 @@ def read_run(path: Path) -> dict[str, Any]:
         UserError: it cannot be read, or lacks something.
     """
     file = path / "run.json"
+    if not file.exists():
+        raise UserError(f"{path} is not a checkpoint of this example: it has no run.json")
     try:
         run = json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -113,3 +113,69 @@ def test_what_is_no_llama_is_refused(tmp_path: Path) -> None:
         conversion.to_hf(tmp_path, tmp_path / "config.json")
     with pytest.raises(UserError, match="not a checkpoint of this example"):
         conversion.to_hf(tmp_path, tmp_path / "out")
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What would come out as another model."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    llama = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    LlamaForCausalLM(llama).save_pretrained(folder)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    weights, facts = load_file(file), json.loads(config.read_text())
+    found = {}
+
+    def change(name: str, other: dict[str, Any], **config_keys: Any) -> None:
+        save_file({**weights, **other}, file, {"format": "pt"})
+        config.write_text(json.dumps({**facts, **config_keys}))
+        found[name] = refused(folder)
+
+    change("head", {"lm_head.weight": torch.randn(32, 16)})
+    change("mixed", {"model.norm.weight": torch.ones(16, dtype=torch.bfloat16)})
+    change("half", {name: tensor.half() for name, tensor in weights.items()})
+    change("theta", {}, rope_parameters={"rope_type": "default", "rope_theta": 100.9})
+    change("vocabulary", {}, ulysses_mc={"vocab_size": 33})
+    return found
+
+
+def test_what_would_come_out_as_another_model_is_refused(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, refusals, tmp_path / "llama", timeout=90)
+    for name, text in {
+        "head": "says tie_word_embeddings, but lm_head.weight is not the embedding",
+        "mixed": "hold BF16 and F32: it takes weights that are all F32 or all BF16",
+        "half": "hold F16: it takes",
+        "theta": "rope_theta 100.9: Megatron's rotary_base is a whole number",
+        "vocabulary": "ulysses_mc.vocab_size 33 of an embedding of 32 rows",
+    }.items():
+        assert text in found[name], found[name]
+
+
+def weights_are_what_the_file_holds(folder: Path) -> None:
+    """config.json asks for another dtype."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from examples.pretraining import conversion, run
+    from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    initialize_model_parallel(ParallelConfig(), use_megatron=True)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(folder / "llama")
+    config = folder / "llama/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
+    with run.on_device(torch.device("cpu")), run.quiet():
+        conversion.from_hf(folder / "llama", folder / "ours")
+        conversion.to_hf(folder / "ours/checkpoints", folder / "back")
+    before, after = (
+        LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.float32).state_dict()
+        for name in ("llama", "back")
+    )
+    for name, tensor in before.items():
+        assert tensor.equal(after[name]), name
+
+
+def test_the_weights_say_their_precision(tmp_path: Path) -> None:
+    run_ranks(1, weights_are_what_the_file_holds, tmp_path, timeout=90)
