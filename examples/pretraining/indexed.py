@@ -88,8 +88,10 @@ def open_checked(prefix: str, vocab_size: int | None = None) -> IndexedFile:
 def _check_index(
     idx: Path, bin_: Path, dtype: np.dtype[Any], sequences: int, boundaries: int
 ) -> None:
-    if sequences == 0 or boundaries < 2 or bin_.stat().st_size == 0:
+    if sequences == 0 or boundaries < 2:
         raise UserError(f"{idx} holds no documents ({sequences} sequences)")
+    if bin_.stat().st_size == 0:
+        raise UserError(f"{bin_} is empty")
     raw = np.memmap(idx, mode="r", offset=0)
     at = _FIXED.size
     lengths = np.frombuffer(raw, np.int32, sequences, at)

@@ -219,11 +219,14 @@ def describe_data(config: Config) -> DataDescription:
     try:
         facts = json.loads(path.read_text())
         values = [int(facts[k]) for k in ("vocab_size", "end_of_document", "padding")]
+        vocab, end, padding = values
+        if not 0 <= end < vocab or not -1 <= padding < vocab:  # -1: none
+            raise ValueError(f"end_of_document {end}, padding {padding}: vocab_size is {vocab}")
     except FileNotFoundError:
         raise UserError(
             f"{path} is missing: it says vocab_size, end_of_document and padding of the data "
             f"{prefix}; make it, name it with data.description, or run examples/prepare_data.py"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path} is not a description of data: {error!r}") from None
     return DataDescription(*values, source=str(path))

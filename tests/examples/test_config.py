@@ -204,3 +204,22 @@ def test_the_script_prints_one_error_and_exits_with_2(data: str) -> None:
     assert done.returncode == 2 and errors[0].startswith("error: model.num_attention_heads 7")
     assert "Traceback" not in done.stderr
     assert not [x for x in done.stderr.splitlines() if x.endswith(("| torch", "megatron.core"))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"vocab_size": 300, "end_of_document": 0}',
+        '{"vocab_size": Infinity, "end_of_document": 0, "padding": 1}',
+        '{"vocab_size": 300, "end_of_document": 300, "padding": 1}',
+        '{"vocab_size": 300, "end_of_document": 0, "padding": -3}',
+        None,
+    ],
+)
+def test_a_damaged_description_of_data(text: str | None, data: str, tmp_path: Path) -> None:
+    description = tmp_path / "description"
+    description.mkdir() if text is None else description.write_text(text)
+    argv = [f"--data.path=[{data}]", f"--data.description={description}"]
+    with pytest.raises(UserError, match="description is not a description of data: "):
+        check(config(*argv), 1)
