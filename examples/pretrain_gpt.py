@@ -48,9 +48,16 @@ def main() -> int:
         if not isinstance(error, ParallelConfigError):
             raise
         message = str(error)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node have the same to say
+    except FloatingPointError as error:
+        return tell(str(error), 1)
+    return tell(message, 2)
+
+
+def tell(message: str, exit_code: int) -> int:
+    """Once on a node: all its ranks have the same to say."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
-    return 2
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ system.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import shutil
 import uuid
 from pathlib import Path
@@ -196,9 +197,7 @@ def write(
             manifest.write_json(partial / manifest.MANIFEST, files)
             manifest.publish(partial, final)
     except (OSError, CheckpointException) as error:  # the latter by all ranks
-        reasons = str(error)
-        if isinstance(error, CheckpointException):
-            reasons = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
+        reasons = _reasons(error)
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
         raise CheckpointNotWritten(
             f"checkpoint {final} could not be written: {reasons} ({free >> 10} KiB free); "
@@ -206,6 +205,13 @@ def write(
         ) from error
     dist.barrier()
     return final
+
+
+def _reasons(error: BaseException) -> str:
+    """A CheckpointException comes to all ranks and holds what each has met."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
+    return str(error)
 
 
 class CheckpointNotWritten(RuntimeError):
@@ -290,8 +296,12 @@ def _read(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     check_metadata(path / ".metadata")
-    with only_tensors():
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    try:
+        with only_tensors():
+            loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    except (pickle.UnpicklingError, EOFError, ValueError, CheckpointException) as error:
+        # Of files that every rank reads, or told to all ranks.
+        raise UserError(f"checkpoint {path} cannot be read: {_reasons(error):.300}") from error
     return loaded
 
 

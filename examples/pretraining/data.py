@@ -72,7 +72,8 @@ def build_datasets(
         )
         train, valid, _ = builder.build()
     except AssertionError as error:
-        raise UserError(f"Megatron refuses data.path {config.data.path}: {error}") from error
+        reason = str(error) or f"its cached indices in {cache} may be damaged; remove them"
+        raise UserError(f"Megatron refuses data.path {config.data.path}: {reason}") from error
     return train, valid
 
 

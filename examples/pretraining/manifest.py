@@ -106,6 +106,8 @@ def verify(path: Path) -> None:
     """
     try:
         files: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        if not isinstance(files, dict):
+            raise ValueError("it is not an object")
         strange = [name for name in files if Path(name).name != name]
         unknown = {p.name for p in path.iterdir()} | {"run.json"}
         unknown -= files.keys() | {MANIFEST}

@@ -46,6 +46,20 @@ def stop(trainer: Trainer, what: str, *, gradients: bool) -> NoReturn:
     )
 
 
+def check_parameters(trainer: Trainer) -> None:
+    """Before a checkpoint is written: the last step's update is in no loss yet. Collective.
+
+    Raises:
+        FloatingPointError: on every rank, with the rank and the parameter.
+    """
+    named = ((name, p.data) for name, p in _named_parameters(trainer.model))
+    if where := _first(_first_of(named, "parameter")):
+        raise FloatingPointError(
+            f"not finite after the update of iteration {trainer.progress.iteration}: {where}; "
+            "not saved, the checkpoints before it are untouched"
+        )
+
+
 def _in_forward_pass(trainer: Trainer) -> list[Finding]:
     """The first output of a module of this rank, in the step's forward pass done again."""
     found: list[Finding] = []

@@ -117,6 +117,7 @@ def check(config: Config, world_size: int) -> RunShape:
             problems.of(rule, config)
         if grid is not None:
             steps = problems.of(_accumulation_steps, config, grid)
+    problems.of(_output, config)
     prefixes = problems.of(data_prefixes, config) or []
     vocab = None
     if all(Path(f"{prefix}.idx").is_file() for prefix in prefixes[:1]):  # else one wrong name
@@ -140,6 +141,16 @@ def check(config: Config, world_size: int) -> RunShape:
         vocab_size=vocab,
         padded_vocab_size=-(-vocab // step) * step,
     )
+
+
+def _output(config: Config) -> None:
+    output = Path(config.output)
+    cache = Path(config.data.cache or output / "data_cache")
+    for path in (output, output / "checkpoints", output / "tensorboard", cache):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file, where the run needs a folder")
+    if (log := output / "log.jsonl").is_dir():
+        raise UserError(f"{log} is a folder, where the run needs a file")
 
 
 def _vocabulary(config: Config) -> int:

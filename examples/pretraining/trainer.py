@@ -187,6 +187,11 @@ class Trainer:
                 batches = [source.step(step * total, steps, micro) for _ in self.model]
                 result = self.run_batches(batches, steps, micro, length, train=False)
                 loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
+        if not math.isfinite(loss):
+            nonfinite.check_parameters(self)
+            raise FloatingPointError(
+                f"the validation loss is {loss / tokens} after iteration {self.progress.iteration}"
+            )
         if self.log is not None and tokens:
             self.log.evaluation(self.progress.iteration, loss / tokens, tokens)
 
@@ -227,6 +232,9 @@ class Trainer:
                 f"loaded {path}: continuing after iteration {self.progress.iteration}, "
                 f"{self.progress.consumed_samples} samples consumed"
             )
+            here = self.config.training.precision
+            if run["precision"] != here:
+                self.say(f"warning: saved in {run['precision']}, goes on in {here}")
             read = samples_read(self.train_data, self.progress.consumed_samples)
             if run.get("samples_read") not in (read, None):
                 self.say(
@@ -276,6 +284,7 @@ class Trainer:
         if self.saved_at == self.progress.iteration:
             return
         with self.parameters_gathered():
+            nonfinite.check_parameters(self)
             path = checkpoint.save(
                 self.config,
                 self.shape,

@@ -206,6 +206,33 @@ def test_the_script_prints_one_error_and_exits_with_2(data: str) -> None:
     assert not [x for x in done.stderr.splitlines() if x.endswith(("| torch", "megatron.core"))]
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints", "data_cache", "tensorboard", "log.jsonl"])
+def test_something_in_the_way_of_the_output(name: str, data: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    if name == "log.jsonl":
+        (output / name).mkdir(parents=True)
+    elif name:
+        output.mkdir()
+        (output / name).write_text("")
+    else:
+        output.write_text("")
+    with pytest.raises(UserError, match=f"{output / name} is a (file|folder), where the run needs"):
+        check(config(f"--data.path=[{data}]", f"--output={output}"), 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("adam_eps=0", "a number above 0 and below 1"),
+        ("adam_beta2=1.0", "a number from 0, below 1"),
+        ("lr=3e38", "a number from 0 to 1000"),
+    ],
+)
+def test_optimizers_that_cannot_train(option: str, rule: str, data: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        check(config(f"--data.path=[{data}]", f"--optimizer.{option}"), 1)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
          "model.num_query_groups is 'x': it is a whole number from 1 up; for example "
          "--model.num_query_groups 1"),
         ("--optimizer.lr=fast",
-         "optimizer.lr is 'fast': it is a number from 0 up; for example --optimizer.lr 0.001"),
+         "optimizer.lr is 'fast': it is a number from 0 to 1000; for example --optimizer.lr 0.001"),
         ("--model.swiglu=yes!",
          "model.swiglu is 'yes!': it is true or false; for example --model.swiglu true"),
         ("--model=3",

@@ -275,10 +275,25 @@ def test_without_latest_the_newest_whole_checkpoint_is_taken(
 
 
 def test_a_manifest_that_names_too_little_is_refused(stopped: Path, small_data: Path) -> None:
-    (stopped / "checkpoints" / "iter_0000003" / "manifest.json").write_text("{}")
+    manifest = stopped / "checkpoints" / "iter_0000003" / "manifest.json"
     argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}"]
-    (message,) = run_ranks(1, refuse, argv, timeout=60)
-    assert "manifest.json is damaged: it does not name .metadata" in message
+    for text, reason in {"{}": "it does not name .metadata", "[]": "it is not an object"}.items():
+        manifest.write_text(text)
+        (message,) = run_ranks(1, refuse, argv, timeout=60)
+        assert "manifest.json is damaged: " in message and reason in message
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "common.pt", "metadata.json"])
+def test_a_damaged_file_that_is_not_verified_is_refused_too(
+    stopped: Path, small_data: Path, name: str
+) -> None:
+    path = stopped / "checkpoints" / "iter_0000003" / name
+    if not path.exists():
+        pytest.skip("not a file of this megatron-core's checkpoints")
+    path.write_bytes(b"\x80\xff" * (path.stat().st_size // 2))
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}", *layout(ulysses=2)]
+    messages = run_ranks(2, refuse, [*argv, "--checkpoint.verify=false"], timeout=60)
+    assert len(set(messages)) == 1 and "iter_0000003 cannot be read: " in messages[0]
 
 
 def test_an_optimizer_that_was_split_otherwise_is_refused(stopped: Path, small_data: Path) -> None:

@@ -48,6 +48,9 @@ def poisoned(argv: list[str]) -> list[str]:
         if rank == 2:
             weight[3, 5] = float("inf")
         said.append(stop())
+        with pytest.raises(FloatingPointError) as caught:
+            trainer.save()
+        said.append(str(caught.value))
         weight[3, 5] = before
 
         trainer.train_step()
@@ -62,11 +65,17 @@ def test_a_nan_is_named(small_data: Path, tmp_path: Path) -> None:
             *layout(pipeline_model=2, ulysses=2)]  # fmt: skip
     results = run_ranks(4, poisoned, argv, timeout=60)
     assert all(said == results[0] for said in results)
-    output, parameter, gradient = results[0]
+    output, parameter, saved, gradient = results[0]
     assert output.startswith("the loss is nan at iteration 2 (samples 8 to 15); first in rank 1: ")
     assert "the output of decoder.layers.1.self_attention.linear_proj; later also on" in output
     assert parameter.endswith(
         "first in rank 2: parameter decoder.layers.2.mlp.linear_fc1.weight (1 of 8192 elements)"
     )
+    assert saved == (
+        "not finite after the update of iteration 1: rank 2: parameter "
+        "decoder.layers.2.mlp.linear_fc1.weight (1 of 8192 elements); not saved, the checkpoints "
+        "before it are untouched"
+    )
+    assert not (tmp_path / "checkpoints").exists()
     assert gradient.startswith("the gradient norm is nan at iteration 3 (samples 16 to 23); ")
     assert "rank 3: gradient of decoder.layers.3.mlp.linear_fc2.weight (" in gradient

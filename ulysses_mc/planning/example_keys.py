@@ -16,24 +16,35 @@ from .problems import Problem
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; whole ones if `whole`."""
+    """Numbers from `low` to `high`; whole ones if `whole`, neither end if `inside`,
+    not `high` if `below`."""
 
     low: float = 0.0
     high: float = inf
     whole: bool = False
+    inside: bool = False
+    below: bool = False
 
     def rule(self) -> str:
         number = "a whole number" if self.whole else "a number"
+        if self.inside:
+            return f"{number} above {self.low:g} and below {self.high:g}"
+        if self.below:
+            return f"{number} from {self.low:g}, below {self.high:g}"
         return f"{number} from {self.low:g}" + (f" to {self.high:g}" if self.high < inf else " up")
 
     def holds(self, value: Any) -> bool:
         kinds = int if self.whole else (int, float)
         known = isinstance(value, kinds) and not isinstance(value, bool) and isfinite(value)
-        return known and self.low <= value <= self.high
+        if not known or (self.inside and value == self.low):
+            return False
+        return self.low <= value <= self.high and not (
+            (self.inside or self.below) and value == self.high
+        )
 
 
 COUNT, ANY_COUNT = Range(1, whole=True), Range(0, whole=True)
-PART = Range(0, 1)
+PART, BETA = Range(0, 1), Range(0, 1, below=True)
 Kind = type | tuple[str, ...] | Range
 KEYS: dict[str, dict[str, Kind]] = {
     "parallel": {
@@ -57,10 +68,11 @@ KEYS: dict[str, dict[str, Kind]] = {
     },
     "batch": {"micro_batch_size": COUNT, "global_batch_size": COUNT},
     "optimizer": {
-        "lr": Range(0), "min_lr": Range(0),
+        "lr": Range(0, 1000), "min_lr": Range(0, 1000),
         "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
         "lr_warmup_iters": ANY_COUNT, "lr_decay_iters": COUNT, "weight_decay": Range(0),
-        "adam_beta1": PART, "adam_beta2": PART, "adam_eps": Range(0), "clip_grad": Range(0),
+        "adam_beta1": BETA, "adam_beta2": BETA, "adam_eps": Range(0, 1, inside=True),
+        "clip_grad": Range(0),
         "use_distributed_optimizer": bool, "overlap_grad_reduce": bool,
         "overlap_param_gather": bool,
     },
