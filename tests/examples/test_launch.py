@@ -1,5 +1,6 @@
 """examples/pretrain_gpt.sh as users start it: signals, dead ranks, exit codes."""
 
+import fcntl
 import json
 import os
 import signal
@@ -106,3 +107,30 @@ def test_a_users_mistake_is_one_error_before_anything_starts(tmp_path: Path) -> 
         code, output = run.finish(60)
     assert code == 2 and output.startswith("error: ") and "none" in output
     assert "Traceback" not in output and len(output.splitlines()) == 1
+
+
+def one_rank(data: Path, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    argv = [*SMALL, *layout(), f"--data.path=[{data}/text]", f"--output={output}", *options]
+    return subprocess.run(
+        [sys.executable, ROOT / "examples" / "pretrain_gpt.py", *argv],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+
+
+def test_a_second_run_in_the_same_output_is_refused(small_data: Path, tmp_path: Path) -> None:
+    with (tmp_path / ".run.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        done = one_rank(small_data, tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert f"error: another run (starting) writes to output {tmp_path}" in done.stderr
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_that_is_not_finite_ends_with_1(small_data: Path, tmp_path: Path) -> None:
+    """The only update overflows: no loss has seen it yet when the checkpoint is due."""
+    options = "--training.train_iters=1", "--optimizer.lr_warmup_iters=0"
+    done = one_rank(small_data, tmp_path, *options, "--optimizer.weight_decay=1e38",
+                    "--optimizer.lr=1000")  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done
+    assert "error: not finite after the update of iteration 1: rank 0: parameter" in done.stderr
+    assert not (tmp_path / "checkpoints").exists()
