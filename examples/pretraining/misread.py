@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ulysses_mc.planning.example_keys import rule_of
+from ulysses_mc.planning.example_keys import keys_given_twice, rule_of
 
 _UNKNOWN = (
     r"Group '(?P<group>[\w.]+)' does not accept option '(?P<option>[\w.]+)'",
@@ -68,16 +68,13 @@ def damaged_files(argv: list[str]) -> list[str]:
     import yaml
 
     found = []
-    for words in _options(argv):
-        name, equals, value = words[0].partition("=")
-        file = value if equals else " ".join(words[1:])
+    for file in filter(None, map(_config_file, _options(argv))):
         try:
-            if name == "--config":
-                with open(file, encoding="utf-8") as stream:
-                    twice = _keys_given_twice(yaml.compose(stream, yaml.SafeLoader))
-                found += [f"{file}: {key} stands there twice, the second in line {line}"
-                          for key, line in twice]  # fmt: skip
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            with open(file, encoding="utf-8") as stream:
+                twice = keys_given_twice(yaml.compose(stream, yaml.SafeLoader))
+            found += [f"{file}: {key} stands there twice, the second in line {line}"
+                      for key, line in twice]  # fmt: skip
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             place = getattr(error, "problem_mark", None)
             where = f", line {place.line + 1}, column {place.column + 1}" if place else ""
             reason = getattr(error, "problem", None) or error
@@ -87,23 +84,11 @@ def damaged_files(argv: list[str]) -> list[str]:
     return found
 
 
-def _keys_given_twice(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """(dotted key, line)"""
-    seen = set()
-    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
-        name = f"{prefix}{key.value}"
-        if name in seen:
-            yield name, key.start_mark.line + 1
-        seen.add(name)
-        yield from _keys_given_twice(value, f"{name}.")
-
-
 def _alone(parser: Any, argv: list[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(what to put before a message, how to read it) for each option and each key of a file."""
     for words in _options(argv):
-        name, equals, value = words[0].partition("=")
-        file = value if equals else " ".join(words[1:])
-        keys = _keys(file) if name == "--config" else None
+        file = _config_file(words)
+        keys = _keys(file) if file else None
         if keys is None:
             yield "", lambda words=words: parser.parse_args(words)
             continue
@@ -121,6 +106,12 @@ def _options(argv: list[str]) -> Iterator[list[str]]:
         words.append(word)
     if words:
         yield words
+
+
+def _config_file(words: list[str]) -> str | None:
+    """What an option and its values say of `--config`."""
+    name, equals, value = words[0].partition("=")
+    return (value if equals else " ".join(words[1:])) if name == "--config" else None
 
 
 def _keys(file: str) -> list[dict[str, Any]] | None:

@@ -91,6 +91,7 @@ def test_wrong_values_and_files_are_one_line(tmp_path: Path) -> None:
             r"c\.yaml: model stands there twice",
         ),
         ("optimizer:\n  lr: 1\n  lr: 2\n", r"optimizer\.lr stands there twice, .* in line 3"),
+        ("model: &m {transformer: *m}\n", r"c\.yaml: not readable as YAML"),
     ],
 )
 def test_a_file_that_cannot_be_meant(text: str, message: str, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import pytest
 from ulysses_mc.cli import main
 from ulysses_mc.planning import GPUS, PRESETS, Job, Limits, search
 from ulysses_mc.planning.advice import advice, broken_by_all
-from ulysses_mc.planning.example_read import run_from_config
+from ulysses_mc.planning.example_read import read_yaml, run_from_config
 from ulysses_mc.planning.explain import as_text, explain
 from ulysses_mc.planning.job import head_layout
 from ulysses_mc.planning.megatron_read import read_megatron
 from ulysses_mc.planning.model import ModelShape
+from ulysses_mc.planning.problems import RequestError
 from ulysses_mc.planning.run_problems import all_problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,13 @@ def test_every_value_the_example_knows_is_accepted_and_no_other() -> None:
     if importlib.util.find_spec("megatron"):
         assert "'model.transformer.frob'" in said
     assert not all_problems(run_from_config(config(optimizer={"lr": "3e-4"}), "c"))
+
+
+def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "c.yaml").write_text("optimizer:\n  lr: 1\n  lr: 2\n")
+    with pytest.raises(RequestError, match=r"c\.yaml: optimizer\.lr stands there twice, .* line 3"):
+        read_yaml(tmp_path / "c.yaml")
 
 
 def test_an_assumed_vocabulary_is_said_to_be_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ A kind is a type, a tuple of the allowed words, or a `Range`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -36,11 +36,8 @@ class Range:
     def holds(self, value: Any) -> bool:
         kinds = int if self.whole else (int, float)
         known = isinstance(value, kinds) and not isinstance(value, bool) and isfinite(value)
-        if not known or (self.inside and value == self.low):
-            return False
-        return self.low <= value <= self.high and not (
-            (self.inside or self.below) and value == self.high
-        )
+        left_out = (self.low, self.high) if self.inside else (self.high,) if self.below else ()
+        return known and self.low <= value <= self.high and value not in left_out
 
 
 COUNT, ANY_COUNT = Range(1, whole=True), Range(0, whole=True)
@@ -115,6 +112,18 @@ def key_problems(data: Mapping[str, Any], source: str) -> list[Problem]:
             text = f"{source}: {key} is {value!r}"
             problems.append(Problem(text, "a section with keys of its own"))
     return problems
+
+
+def keys_given_twice(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(dotted key, line of the second) in a file that `yaml.compose` has read: `yaml.safe_load`
+    takes the last without a word."""
+    seen = set()
+    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+        name = f"{prefix}{key.value}"
+        if name in seen:
+            yield name, key.start_mark.line + 1
+        seen.add(name)
+        yield from keys_given_twice(value, f"{name}.")
 
 
 def rate_problems(

@@ -8,7 +8,7 @@ from math import ceil, lcm
 from pathlib import Path
 from typing import Any
 
-from .example_keys import KEYS, key_problems
+from .example_keys import KEYS, key_problems, keys_given_twice
 from .fields import Fields
 from .hugging_face import model_problems
 from .megatron_fields import transformer_problems
@@ -39,12 +39,16 @@ def read_yaml(path: str | Path) -> Run:
     text = read_text(path, rule)
     try:
         data = yaml.safe_load(text)
+        twice = list(keys_given_twice(yaml.compose(text, yaml.SafeLoader)))
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         message = " ".join(str(error).split())
         raise RequestError([Problem(f"{path}: {message}", rule)]) from None
     if not isinstance(data, dict):
         what = "nothing" if data is None else f"a {type(data).__name__}"
         raise RequestError([Problem(f"{path} holds {what}", rule)])
+    if twice:
+        again = [f"{path}: {key} stands there twice, the second in line {n}" for key, n in twice]
+        raise RequestError([Problem(line, "each key once") for line in again])
     return run_from_config(data, str(path))
 
 
