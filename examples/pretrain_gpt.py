@@ -41,22 +41,21 @@ def main() -> int:
 
         return run(config, shape)
     except UserError as error:
-        message = str(error)
+        return tell(error, 2)
+    except FloatingPointError as error:
+        return tell(error, 1)
     except ValueError as error:
         from ulysses_mc import ParallelConfigError
 
         if not isinstance(error, ParallelConfigError):
             raise
-        message = str(error)
-    except FloatingPointError as error:
-        return tell(str(error), 1)
-    return tell(message, 2)
+        return tell(error, 2)
 
 
-def tell(message: str, exit_code: int) -> int:
+def tell(error: Exception, exit_code: int) -> int:
     """Once on a node: all its ranks have the same to say."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
     return exit_code
 
 

@@ -45,7 +45,7 @@ def load(optimizer: Any, loaded: dict[Any, Any]) -> None:
     adams = torch_optimizers(optimizer)
     parts = _parts(optimizer)
     for part, state in zip(parts, _per_part(loaded, parts), strict=True):
-        _take_current_rates(part, state)
+        _take_current_settings(part, state)
     if not adams or not any("param_state" in d for d in _per_part(loaded, parts)):
         optimizer.load_state_dict(loaded)
         return
@@ -58,15 +58,15 @@ def load(optimizer: Any, loaded: dict[Any, Any]) -> None:
             part.optimizer.state[parameter]["step"] = step.clone()
 
 
-def _take_current_rates(part: Any, state: dict[str, Any]) -> None:
+def _take_current_settings(part: Any, state: dict[str, Any]) -> None:
     """The config says the rates, betas and epsilon, not the checkpoint; but Megatron (seen in 0.19)
     finds the groups of parameters in a checkpoint by some of them."""
     current = part.optimizer.param_groups
     for group in (state.get("optimizer") or state).get("param_groups", ()):
         for key in ("max_lr", "min_lr", "betas", "eps"):
-            rates = {own.get(key) for own in current}
-            if key in group and len(rates) == 1:
-                group[key] = rates.pop()
+            values = {own.get(key) for own in current}
+            if key in group and len(values) == 1:
+                group[key] = values.pop()
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,15 @@ def refuse_pickled_arrays(cache: Path) -> None:
 
 def samples_read(dataset: Any, consumed: int, probes: int = 8) -> str:
     """A digest of some of the first `consumed` samples, for a later run to compare its own with."""
-    digest = hashlib.sha256()
-    for number in sorted({consumed * i // probes for i in range(probes)}):
-        if number < min(consumed, len(dataset)):
-            digest.update(dataset[number]["tokens"].numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return digest_of_samples(dataset, {consumed * i // probes for i in range(probes) if consumed})
+
+
+def digest_of_samples(dataset: Any, numbers: Iterable[int]) -> str:
+    """Of the tokens of those samples that the dataset has."""
+    tokens = hashlib.sha256()
+    for number in sorted(n for n in numbers if n < len(dataset)):
+        tokens.update(dataset[number]["tokens"].numpy().tobytes())
+    return tokens.hexdigest()[:16]
 
 
 class Batches:

@@ -67,12 +67,7 @@ def read_run(path: Path) -> dict[str, Any]:
     file = path / "run.json"
     if not file.exists():
         raise UserError(f"{path} is not a checkpoint of this example: it has no run.json")
-    try:
-        run = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is damaged: {error}") from None
-    if not isinstance(run, dict):
-        raise UserError(f"{file} is damaged: it is not an object")
+    run = _read_object(file)
     wrong = [key for key, kind in _RUN.items() if not isinstance(run.get(key), kind)]
     if wrong:
         raise UserError(f"{file} is damaged: {', '.join(wrong)} missing, or of another type")
@@ -104,15 +99,10 @@ def verify(path: Path) -> None:
     Raises:
         UserError: on every rank, naming each damaged or missing file.
     """
-    try:
-        files: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        if not isinstance(files, dict):
-            raise ValueError("it is not an object")
-        strange = [name for name in files if Path(name).name != name]
-        unknown = {p.name for p in path.iterdir()} | {"run.json"}
-        unknown -= files.keys() | {MANIFEST}
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path / MANIFEST} is damaged: {error!r}") from None
+    files = _read_object(path / MANIFEST)
+    strange = [name for name in files if Path(name).name != name]
+    unknown = {p.name for p in path.iterdir()} | {"run.json"}
+    unknown -= files.keys() | {MANIFEST}
     if strange:
         raise UserError(f"{path / MANIFEST} names files outside the checkpoint: {strange}")
     if unknown:
@@ -130,6 +120,16 @@ def verify(path: Path) -> None:
 
 def _intact(path: Path, expected: dict[str, Any]) -> bool:
     return path.is_file() and facts(path) == expected
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is damaged: {error!r}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file} is damaged: it is not an object")
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:

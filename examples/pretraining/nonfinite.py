@@ -37,8 +37,7 @@ def stop(trainer: Trainer, what: str, *, gradients: bool) -> NoReturn:
         named = ((name, p.main_grad) for name, p in _named_parameters(trainer.model))
         where = _first(_first_of(named, "gradient of"))
     else:
-        named = ((name, p.data) for name, p in _named_parameters(trainer.model))
-        where = _first(_first_of(named, "parameter")) or _first(_in_forward_pass(trainer))
+        where = _in_parameters(trainer) or _first(_in_forward_pass(trainer))
     first, shape = trainer.progress.consumed_samples, trainer.shape
     raise FloatingPointError(
         f"{what} at iteration {trainer.progress.iteration + 1} (samples {first} to "
@@ -52,12 +51,16 @@ def check_parameters(trainer: Trainer) -> None:
     Raises:
         FloatingPointError: on every rank, with the rank and the parameter.
     """
-    named = ((name, p.data) for name, p in _named_parameters(trainer.model))
-    if where := _first(_first_of(named, "parameter")):
+    if where := _in_parameters(trainer):
         raise FloatingPointError(
             f"not finite after the update of iteration {trainer.progress.iteration}: {where}; "
             "not saved, the checkpoints before it are untouched"
         )
+
+
+def _in_parameters(trainer: Trainer) -> str:
+    named = ((name, p.data) for name, p in _named_parameters(trainer.model))
+    return _first(_first_of(named, "parameter"))
 
 
 def _in_forward_pass(trainer: Trainer) -> list[Finding]:

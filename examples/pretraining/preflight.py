@@ -229,8 +229,7 @@ def describe_data(config: Config) -> DataDescription:
     path = Path(config.data.description or Path(prefix).parent / "data.json")
     try:
         facts = json.loads(path.read_text())
-        values = [int(facts[k]) for k in ("vocab_size", "end_of_document", "padding")]
-        vocab, end, padding = values
+        vocab, end, padding = (int(facts[k]) for k in ("vocab_size", "end_of_document", "padding"))
         if not 0 <= end < vocab or not -1 <= padding < vocab:  # -1: none
             raise ValueError(f"end_of_document {end}, padding {padding}: vocab_size is {vocab}")
     except FileNotFoundError:
@@ -240,4 +239,4 @@ def describe_data(config: Config) -> DataDescription:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path} is not a description of data: {error!r}") from None
-    return DataDescription(*values, source=str(path))
+    return DataDescription(vocab, end, padding, source=str(path))

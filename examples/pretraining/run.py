@@ -33,8 +33,8 @@ def run(config: Config, shape: RunShape) -> int:
     device = pick_device(config)
     join_process_group(config, device)
     try:
+        alone = only_run_in(Path(config.output), patience(config))
         minutes = config.parallel.distributed_timeout_minutes
-        alone = only_run_in(Path(config.output), 60 * minutes if started_again() else 0)
         with on_device(device), quiet(), watched(minutes), alone:
             trainer = prepare(config, shape, device)
             signal.signal(signal.SIGTERM, trainer.stop_soon)
@@ -112,12 +112,13 @@ def _datasets(
     return (train, valid), iterations
 
 
-def started_again() -> bool:
-    """By torchrun, after a failure: ranks of the attempt before may not have ended yet, on a node
-    that was cut off."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (
-        os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
-    )
+def patience(config: Config) -> float:
+    """Seconds to wait for another run in the output: where torchrun may have started this one
+    again, ranks of the attempt before may live until their timeout, on a node that was cut off.
+    Nodes do not count attempts alike."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    several_nodes = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    return 60 * config.parallel.distributed_timeout_minutes if again or several_nodes else 0
 
 
 def pick_device(config: Config) -> torch.device:

@@ -17,6 +17,7 @@ from ulysses_mc import __version__, layers, parallel_state
 from ulysses_mc.parallel_state.agreement import check_agreement
 
 from .config import Config, known_keys
+from .data import digest_of_samples
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -54,10 +55,7 @@ def code_digest() -> str:
 
 def data_order(dataset: Any, first_sample: int, samples: int = 4) -> str:
     """A digest of the next few samples."""
-    digest = hashlib.sha256()
-    for number in range(first_sample, min(first_sample + samples, len(dataset))):
-        digest.update(dataset[number]["tokens"].numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return digest_of_samples(dataset, range(first_sample, first_sample + samples))
 
 
 def _value(config: Config, key: str) -> Any:

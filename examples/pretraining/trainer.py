@@ -190,7 +190,7 @@ class Trainer:
         if not math.isfinite(loss):
             nonfinite.check_parameters(self)
             raise FloatingPointError(
-                f"the validation loss is {loss / tokens} after iteration {self.progress.iteration}"
+                f"the validation loss is {loss} after iteration {self.progress.iteration}"
             )
         if self.log is not None and tokens:
             self.log.evaluation(self.progress.iteration, loss / tokens, tokens)
@@ -232,19 +232,23 @@ class Trainer:
                 f"loaded {path}: continuing after iteration {self.progress.iteration}, "
                 f"{self.progress.consumed_samples} samples consumed"
             )
-            here = self.config.training.precision
-            if run["precision"] != here:
-                self.say(f"warning: saved in {run['precision']}, goes on in {here}")
-            read = samples_read(self.train_data, self.progress.consumed_samples)
-            if run.get("samples_read") not in (read, None):
-                self.say(
-                    "warning: the samples come in another order than in the run that saved: some "
-                    "of those it has read come again, others never. The order follows from the "
-                    "data, data.split, training.seed, model.seq_length, and training.train_iters x "
-                    "batch.global_batch_size where that makes more epochs"
-                )
+            self.warn_of_changes(run)
         if dist.get_rank() == 0:
             self.log = RunLog(self.config, self.train_iters, self.progress.iteration)
+
+    def warn_of_changes(self, run: dict[str, Any]) -> None:
+        """What may differ from the run that saved, but is seldom meant to."""
+        here = self.config.training.precision
+        if run["precision"] != here:
+            self.say(f"warning: saved in {run['precision']}, goes on in {here}")
+        read = samples_read(self.train_data, self.progress.consumed_samples)
+        if run.get("samples_read") not in (read, None):
+            self.say(
+                "warning: the samples come in another order than in the run that saved: some of "
+                "those it has read come again, others never. The order follows from the data, "
+                "data.split, training.seed, model.seq_length, and training.train_iters x "
+                "batch.global_batch_size where that makes more epochs"
+            )
 
     def train(self) -> bool:
         """Trains to train_iters or SIGTERM; True if it got to the end."""
