@@ -46,13 +46,13 @@ def restarting_positions(self: SequenceLayout, rank: int, cu_seqlens: Any = None
 def last_replica_only() -> Iterator[None]:
     """Of a replicated head the last rank's gradient alone."""
 
-    def joins(result: Tensor, piece: Any, cut: Cut) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    def moves(result: Tensor, piece: Any, cut: Cut) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = result.narrow(0, piece.start, piece.block.size(0))
-        yield memory.run_heads(rows, cut.heads, piece.ranks), piece.block, False
+        yield memory.narrow_heads(rows, cut.heads[piece.rank]), piece.block, False
 
     plan.plan_scatter.cache_clear()  # it keeps what is added where
     try:
-        with patch.object(plan, "joins", joins):
+        with patch.object(plan, "moves", moves):
             yield
     finally:
         plan.plan_scatter.cache_clear()

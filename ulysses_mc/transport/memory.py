@@ -34,12 +34,12 @@ class Piece:
     """Part of a rank's tokens as it arrived, before the heads are joined.
 
     Args:
-        ranks: a run of source ranks (see `even_runs`).
+        rank: whom it came from.
         start: the first of this rank's tokens that it holds.
-        block: [tokens, b, ranks, heads of each, d].
+        block: [tokens, b, heads of that rank, d].
     """
 
-    ranks: list[int]
+    rank: int
     start: int
     block: torch.Tensor
 
@@ -97,16 +97,14 @@ def is_replicated(heads: Sequence[range]) -> bool:
 def even_runs(heads: Sequence[range], skip: int) -> list[list[int]]:
     """Ranks other than `skip` that hold heads, those together whose equally many heads follow on.
 
-    One permuted copy serves all ranks of a run. Where heads are replicated, every rank is a run
-    by itself, for its gradients are added one by one.
+    One permuted copy serves all ranks of a run.
     """
     runs: list[list[int]] = []
-    replicated = is_replicated(heads)
     for rank, own in enumerate(heads):
         if rank == skip or not own:
             continue
         before = heads[rank - 1] if runs and runs[-1][-1] == rank - 1 else range(0)
-        if not replicated and len(before) == len(own) and before.stop == own.start:
+        if len(before) == len(own) and before.stop == own.start:
             runs[-1].append(rank)
         else:
             runs.append([rank])
@@ -119,6 +117,20 @@ def run_heads(tensor: torch.Tensor, heads: Sequence[range], run: list[int]) -> t
     heads_of_run: torch.Tensor = tensor.narrow(2, first, each * len(run))
     result: torch.Tensor = heads_of_run.unflatten(2, (len(run), each))
     return result
+
+
+def bundles(cuts: Sequence[Cut]) -> list[list[int]]:
+    """Indices of the tensors that share a sequence layout."""
+    found: dict[SequenceLayout, list[int]] = {}
+    for index, cut in enumerate(cuts):
+        found.setdefault(cut.sequence, []).append(index)
+    return list(found.values())
+
+
+def columns(rows: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The column ranges of rows [..., width] that hold tensors of (heads, d): [..., heads, d]."""
+    parts = rows.split_with_sizes([heads * dim for heads, dim in shapes], -1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def local_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -137,7 +149,7 @@ def sum_dtype(cut: Cut, like: torch.Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32) if replicated else like.dtype
 
 
-def joins(
+def moves(
     result: torch.Tensor, piece: Piece, cut: Cut
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
     """What of a piece goes where in this rank's [s_r, b, h, d], and whether it is added.
@@ -146,14 +158,11 @@ def joins(
     on who computes it.
     """
     rows = result.narrow(0, piece.start, piece.block.size(0))
-    first = piece.ranks[0]
-    heads = cut.heads[first]
-    before = max((run.stop for run in cut.heads[:first]), default=0)
-    again = max(min(before, heads.stop) - heads.start, 0)  # heads that a replica wrote
-    if again:  # such a piece is of one rank
-        block = piece.block.squeeze(2)
-        yield narrow_heads(rows, range(heads.start, heads.start + again)), block[:, :, :again], True
-        rest = range(heads.start + again, heads.stop)
-        yield narrow_heads(rows, rest), block[:, :, again:], False
-    else:
-        yield run_heads(rows, cut.heads, piece.ranks), piece.block, False
+    heads = cut.heads[piece.rank]
+    before = max((run.stop for run in cut.heads[: piece.rank]), default=0)
+    written = max(min(before, heads.stop), heads.start)  # up to here by a replica
+    again, new = range(heads.start, written), range(written, heads.stop)
+    if again:
+        yield narrow_heads(rows, again), piece.block[:, :, : len(again)], True
+    if new:
+        yield narrow_heads(rows, new), piece.block[:, :, len(again) :], False

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .memory import Cut, empty, in_memory_order, scratch, sum_dtype
+from .memory import Cut, bundles, empty, in_memory_order, scratch, sum_dtype
 from .plan import plan_gather, plan_scatter
 
 
@@ -24,31 +24,44 @@ def gather_by_messages(
 ) -> tuple[torch.Tensor, ...]:
     """[s_r, b, h, d] -> [s, b, h_r, d]."""
     messages, rank = _Messages(group), group.rank()
+    # Tensors of the same tokens are one message to a peer, where a range of columns is as good as
+    # contiguous to every kernel (b = 1). Messages that are joined anyway gain nothing by that.
+    together = tensors[0].size(1) == 1 and not messages.joined
+    bundled = bundles(cuts) if together else [[number] for number in range(len(tensors))]
     plans = [
-        plan_gather(cut, rank, tensor.shape, tensor.stride(), batch_first, messages.joined)
-        for tensor, cut in zip(tensors, cuts, strict=True)
+        plan_gather(
+            tuple(cuts[i] for i in bundle),
+            rank,
+            tuple(tensors[i].shape for i in bundle),
+            tuple(tensors[i].stride() for i in bundle),
+            batch_first,
+            messages.joined,
+        )
+        for bundle in bundled
     ]
     buffers = scratch(tensors[0], [plan.scratch for plan in plans])
-    results = [
-        empty(plan.result, tensor, batch_first) for plan, tensor in zip(plans, tensors, strict=True)
-    ]
+    rows = [empty(plan.rows, tensors[0], batch_first) for plan in plans]
     receives = [
-        messages.receive(peer, view.of(result))
-        for plan, result in zip(plans, results, strict=True)
+        messages.receive(peer, view.of(whole))
+        for plan, whole in zip(plans, rows, strict=True)
         for peer, view in plan.receives
     ]
-    for plan, tensor, buffer in zip(plans, tensors, buffers, strict=True):
+    for plan, bundle, buffer in zip(plans, bundled, buffers, strict=True):
         for pack in plan.packs:
-            pack.target.of(buffer).copy_(pack.source.of(tensor))
+            for number, source, target in pack.copies:
+                target.of(buffer).copy_(source.of(tensors[bundle[number]]))
             for peer, view in pack.sends:
                 messages.send(peer, view.of(buffer))
     messages.start()
-    for plan, tensor, result in zip(plans, tensors, results, strict=True):  # while they travel
-        for target, source in plan.own:
-            target.of(result).copy_(source.of(tensor))
+    results: dict[int, torch.Tensor] = {}
+    for plan, bundle, whole in zip(plans, bundled, rows, strict=True):  # while they travel
+        for number, source, target in plan.own:
+            target.of(whole).copy_(source.of(tensors[bundle[number]]))
+        for i, view in zip(bundle, plan.results, strict=True):
+            results[i] = view.of(whole)
     messages.wait_for(receives)
     messages.finish()
-    return tuple(results)
+    return tuple(results[i] for i in range(len(tensors)))
 
 
 def scatter_by_messages(
@@ -62,7 +75,7 @@ def scatter_by_messages(
     messages, rank = _Messages(group), group.rank()
     tensors = [in_memory_order(tensor, batch_first) for tensor in tensors]
     plans = [
-        plan_scatter(cut, rank, tensor.shape, batch_first, out_batch_first, messages.joined)
+        plan_scatter(cut, rank, tensor.shape, batch_first, out_batch_first)
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
     buffers = scratch(tensors[0], [plan.scratch for plan in plans])
@@ -88,6 +101,9 @@ def scatter_by_messages(
                     target.of(result).add_(source.of(here))
                 else:
                     target.of(result).copy_(source.of(here))
+        for join in plan.joins:
+            parts = [view.of(tensor if own else buffer) for own, view in join.parts]
+            torch.cat(parts, 2, out=join.target.of(result))
         results.append(result.to(tensor.dtype))
     messages.finish()
     return tuple(results)

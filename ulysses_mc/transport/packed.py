@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..sequence_layout import SequenceLayout
-from .memory import Cut, Piece, empty, joins, local_chunks, narrow_heads, sum_dtype
+from .memory import (
+    Cut,
+    Piece,
+    bundles,
+    columns,
+    empty,
+    local_chunks,
+    moves,
+    narrow_heads,
+    sum_dtype,
+)
 
 
 def gather_packed(
@@ -18,34 +28,35 @@ def gather_packed(
     """Tensors with the same tokens travel side by side in one row per token, so that what
     arrives in token order is used in place."""
     rank, ranks = group.rank(), range(group.size())
-    bundles = _bundle(cuts)
+    bundled = bundles(cuts)
+
+    def shapes_of(bundle: list[int], peer: int) -> list[tuple[int, int]]:
+        return [(len(cuts[i].heads[peer]), tensors[i].size(3)) for i in bundle]
 
     def width(bundle: list[int], peer: int) -> int:  # elements of one row for `peer`
-        return sum(len(cuts[i].heads[peer]) * tensors[i].size(3) for i in bundle)
+        return sum(heads * dim for heads, dim in shapes_of(bundle, peer))
 
     def rows(bundle: list[int], tokens_of: int, heads_of: int) -> tuple[int, int, int]:
         first = bundle[0]
         tokens = cuts[first].sequence.lengths[tokens_of]
         return tokens, tensors[first].size(1), width(bundle, heads_of)
 
-    send_shapes = [[rows(bundle, rank, peer) for bundle in bundles] for peer in ranks]
+    send_shapes = [[rows(bundle, rank, peer) for bundle in bundled] for peer in ranks]
     send, to_fill = _flat_buffer(send_shapes, tensors[0])
     for peer in ranks:
-        for bundle, block in zip(bundles, to_fill[peer], strict=True):
-            parts = [narrow_heads(tensors[i], cuts[i].heads[peer]) for i in bundle]
-            for part, columns in zip(parts, _columns(block, parts), strict=True):
-                columns.copy_(part)
+        for bundle, block in zip(bundled, to_fill[peer], strict=True):
+            for i, part in zip(bundle, columns(block, shapes_of(bundle, peer)), strict=True):
+                part.copy_(narrow_heads(tensors[i], cuts[i].heads[peer]))
 
-    shapes = [[rows(bundle, peer, rank) for bundle in bundles] for peer in ranks]
+    shapes = [[rows(bundle, peer, rank) for bundle in bundled] for peer in ranks]
     arrived = _all_to_all(send, [_elements(row) for row in send_shapes], shapes, group)
     results: dict[int, torch.Tensor] = {}
-    for number, bundle in enumerate(bundles):
+    for number, bundle in enumerate(bundled):
         sequence = cuts[bundle[0]].sequence
         whole = _in_token_order([blocks[number] for blocks in arrived], sequence)
-        parts = [narrow_heads(tensors[i], cuts[i].heads[rank]) for i in bundle]
-        for i, columns in zip(bundle, _columns(whole, parts), strict=True):
+        for i, part in zip(bundle, columns(whole, shapes_of(bundle, rank)), strict=True):
             # At b = 1 a column range of the rows is as good as contiguous to every kernel.
-            results[i] = columns if columns.size(1) == 1 else columns.contiguous()
+            results[i] = part if part.size(1) == 1 else part.contiguous()
     return tuple(results[i] for i in range(len(tensors)))
 
 
@@ -82,8 +93,8 @@ def scatter_packed(
         result = empty(shape, tensor, out_batch_first, sum_dtype(cut, tensor))
         for peer in ranks:
             if cut.heads[peer]:
-                piece = Piece([peer], 0, arrived[peer][number].unsqueeze(2))
-                for target, source, add in joins(result, piece, cut):
+                piece = Piece(peer, 0, arrived[peer][number])
+                for target, source, add in moves(result, piece, cut):
                     target.add_(source) if add else target.copy_(source)
         results.append(result.to(tensor.dtype))
     return tuple(results)
@@ -116,15 +127,6 @@ def _elements(shapes: Sequence[tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _columns(block: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The column ranges of rows [tokens, b, width] that hold `parts`, as [tokens, b, h, d]."""
-    offset = 0
-    for part in parts:
-        heads, dim = part.shape[2:]
-        yield block[..., offset : offset + heads * dim].unflatten(2, (heads, dim))
-        offset += heads * dim
-
-
 def _in_token_order(blocks: Sequence[torch.Tensor], sequence: SequenceLayout) -> torch.Tensor:
     """Every rank's rows [s_r, b, width] as the whole sequence [s, b, width]."""
     pieces = sorted(
@@ -151,11 +153,3 @@ def _as_one(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
             return torch.cat(pieces)
         expected += piece.numel()
     return first.as_strided((expected - first.storage_offset(),), (1,))
-
-
-def _bundle(cuts: Sequence[Cut]) -> list[list[int]]:
-    """Indices of the tensors that share a sequence layout."""
-    bundles: dict[SequenceLayout, list[int]] = {}
-    for index, cut in enumerate(cuts):
-        bundles.setdefault(cut.sequence, []).append(index)
-    return list(bundles.values())
