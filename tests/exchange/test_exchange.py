@@ -16,7 +16,7 @@ from ulysses_mc import HeadLayout, ParallelConfigError, SequenceLayout
 from ulysses_mc.exchange import Cut, heads_to_sequence, sequence_to_heads
 from ulysses_mc.layers import UlyssesAttention
 from ulysses_mc.layers.local import sdpa_attention
-from ulysses_mc.transport import messages
+from ulysses_mc.transport import memory, messages
 
 TRANSPORTS = ("p2p", "all_to_all")
 MEMORY_ORDERS = tuple(itertools.product((False, True), repeat=2))
@@ -99,7 +99,11 @@ def check_counts(heads: int, kv: int, zigzag: bool, transport: str, batch: int) 
     assert split.bytes_sent(rank, layout.lengths, **options) + forward == wire.bytes_received
     assert wire.bytes_sent == wire.bytes_received
     local_query = query.numel() * query.element_size()
-    return {"exchanges": wire.exchanges, "copies": copies.bytes / local_query}
+    return {
+        "exchanges": wire.exchanges,
+        "messages": wire.messages,
+        "copies": copies.bytes / local_query,
+    }
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -107,8 +111,19 @@ def check_counts(heads: int, kv: int, zigzag: bool, transport: str, batch: int) 
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_four_exchanges_and_the_fewest_bytes(size, heads, kv, zigzag, transport):
-    for counts in run_ranks(size, check_counts, heads, kv, zigzag, transport, 2):
-        assert counts["exchanges"] == 4
+    for batch in (1, 2):
+        for counts in run_ranks(size, check_counts, heads, kv, zigzag, transport, batch):
+            assert counts["exchanges"] == 4
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_one_message_for_query_key_and_value(zigzag):
+    """To each of 3 peers and from it: q, k and v as one; out; its gradient; dq, dk and dv; each
+    once for a run of tokens. Of the zigzag ranks 0, 1, 2 have two runs, 3 has one."""
+    runs = [2, 2, 2, 1] if zigzag else [1] * 4
+    for rank, counts in enumerate(run_ranks(4, check_counts, 8, 4, zigzag, "p2p", 1)):
+        of_peers = sum(runs) - runs[rank]
+        assert counts["messages"] == (3 * runs[rank] + of_peers) * (1 + 1 + 1 + 3)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -119,6 +134,29 @@ def test_four_exchanges_and_the_fewest_bytes(size, heads, kv, zigzag, transport)
 def test_full_tensor_copies(size, transport, zigzag, batch, most):
     for counts in run_ranks(size, check_counts, 8, 8, zigzag, transport, batch):
         assert counts["copies"] <= most
+
+
+def evaluate_then_train() -> None:
+    """What an evaluation leaves behind must not be memory that training may not use."""
+    with patch.object(memory, "_arena", memory._Arena()):
+        check_evaluation_then_training()
+
+
+def check_evaluation_then_training() -> None:
+    attention = UlyssesAttention(dist.group.WORLD)
+    whole = [draw(1, 8, 4, 2, seed=n) for n in range(3)]
+    part = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    with torch.inference_mode():
+        expected = attention(*(tensor[:, part] for tensor in whole))
+    for larger in (1, 3):  # with the memory that was kept, and with more
+        leaves = [t[:, part].repeat(larger, 1, 1, 1).requires_grad_() for t in whole]
+        out = attention(*leaves)
+        out.sum().backward()
+        assert torch.equal(out[:1], expected)
+
+
+def test_training_after_an_evaluation_in_inference_mode():
+    run_ranks(2, evaluate_then_train)
 
 
 def check_one_rank_costs_nothing() -> None:

@@ -6,10 +6,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from ..sequence_layout import Chunk, SequenceLayout
+
+# Plans kept: a layer needs 4 to 6 per layout. With packed documents each micro-batch may bring a
+# layout of its own, of many views, so that an unbounded or large cache would grow for long.
+PLANS_KEPT = 128
 
 
 @dataclass(frozen=True)
@@ -44,25 +49,73 @@ class Piece:
     block: torch.Tensor
 
 
-_arenas = threading.local()
+@dataclass(frozen=True)
+class View:
+    """A view of a tensor, relative to where that begins in its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def like(cls, meta: torch.Tensor) -> View:
+        return cls(meta.size(), meta.stride(), int(meta.storage_offset()))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
-def scratch(like: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Uninitialised flat buffers of so many elements, to be used in one exchange.
+class NeedsScratch(Protocol):
+    """A plan: hashed by identity, it says what it needs for the time of one exchange."""
+
+    @property
+    def scratch(self) -> int: ...  # elements
+
+    @property
+    def buffers(self) -> tuple[View, ...]: ...  # views of them
+
+
+class _Arena(threading.local):
+    """Memory of one thread that is kept from exchange to exchange, and the views of it in use."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.views: dict[tuple[object, ...], list[list[torch.Tensor]]] = {}
+
+
+_arena = _Arena()
+
+
+def scratch(like: torch.Tensor, plans: Sequence[NeedsScratch]) -> list[list[torch.Tensor]]:
+    """The buffers of each plan, uninitialised, to be used in one exchange.
 
     On the CPU they come from one arena per thread that is kept from exchange to exchange:
     the page faults of fresh memory cost as much as the copies into it. On other devices the
     caching allocator of PyTorch does the same.
     """
-    if like.device.type == "cpu":
-        size = sum(counts) * like.element_size()
-        arena: torch.Tensor | None = getattr(_arenas, "bytes", None)
-        if arena is None or arena.numel() < size:
-            arena = _arenas.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
-        flat = arena[:size].view(like.dtype)
-    else:
-        flat = like.new_empty(sum(counts))
-    return torch.split_with_sizes(flat, list(counts))
+    elements = [plan.scratch for plan in plans]
+    if like.device.type != "cpu":
+        return _placed(like.new_empty(sum(elements)), plans, elements)
+    key = (like.dtype, *plans)
+    views = _arena.views.get(key)
+    if views is None:
+        size = sum(elements) * like.element_size()
+        if size > _arena.bytes.numel() or len(_arena.views) == PLANS_KEPT:
+            _arena.views.clear()
+        if size > _arena.bytes.numel():
+            _arena.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        views = _placed(_arena.bytes[:size].view(like.dtype), plans, elements)
+        _arena.views[key] = views
+    return views
+
+
+def _placed(
+    flat: torch.Tensor, plans: Sequence[NeedsScratch], elements: list[int]
+) -> list[list[torch.Tensor]]:
+    parts = torch.split_with_sizes(flat, elements)
+    return [
+        [view.of(part) for view in plan.buffers] for plan, part in zip(plans, parts, strict=True)
+    ]
 
 
 def empty(
@@ -112,10 +165,10 @@ def even_runs(heads: Sequence[range], skip: int) -> list[list[int]]:
 
 
 def run_heads(tensor: torch.Tensor, heads: Sequence[range], run: list[int]) -> torch.Tensor:
-    """The heads of the ranks of a run: [s, b, h, d] -> [s, b, ranks, heads of each, d]."""
+    """The heads of the ranks of a run: [s, b, h, d] -> [ranks, s, b, heads of each, d]."""
     first, each = heads[run[0]].start, len(heads[run[0]])
     heads_of_run: torch.Tensor = tensor.narrow(2, first, each * len(run))
-    result: torch.Tensor = heads_of_run.unflatten(2, (len(run), each))
+    result: torch.Tensor = heads_of_run.unflatten(2, (len(run), each)).permute(2, 0, 1, 3, 4)
     return result
 
 

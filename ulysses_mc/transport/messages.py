@@ -2,7 +2,7 @@
 
 A backend that joins messages into one kernel (NCCL) gets them as one coalesced batch. Any other
 (gloo) works on a message from the moment it has it: each is sent while what was packed for it is
-still in the processor's cache, and used when it has arrived, not when all have.
+still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .memory import Cut, bundles, empty, in_memory_order, scratch, sum_dtype
-from .plan import plan_gather, plan_scatter
+from .plan import Part, plan_gather, plan_scatter
 
 
 def gather_by_messages(
@@ -39,7 +39,7 @@ def gather_by_messages(
         )
         for bundle in bundled
     ]
-    buffers = scratch(tensors[0], [plan.scratch for plan in plans])
+    buffers = scratch(tensors[0], plans)
     rows = [empty(plan.rows, tensors[0], batch_first) for plan in plans]
     receives = [
         messages.receive(peer, view.of(whole))
@@ -49,14 +49,14 @@ def gather_by_messages(
     for plan, bundle, buffer in zip(plans, bundled, buffers, strict=True):
         for pack in plan.packs:
             for number, source, target in pack.copies:
-                target.of(buffer).copy_(source.of(tensors[bundle[number]]))
-            for peer, view in pack.sends:
-                messages.send(peer, view.of(buffer))
+                buffer[target].copy_(source.of(tensors[bundle[number]]))
+            for peer, packed in pack.sends:
+                messages.send(peer, buffer[packed])
     messages.start()
     results: dict[int, torch.Tensor] = {}
     for plan, bundle, whole in zip(plans, bundled, rows, strict=True):  # while they travel
-        for number, source, target in plan.own:
-            target.of(whole).copy_(source.of(tensors[bundle[number]]))
+        for number, source, place in plan.own:
+            place.of(whole).copy_(source.of(tensors[bundle[number]]))
         for i, view in zip(bundle, plan.results, strict=True):
             results[i] = view.of(whole)
     messages.wait_for(receives)
@@ -78,11 +78,11 @@ def scatter_by_messages(
         plan_scatter(cut, rank, tensor.shape, batch_first, out_batch_first)
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
-    buffers = scratch(tensors[0], [plan.scratch for plan in plans])
+    buffers = scratch(tensors[0], plans)
     under_way = []
     for plan, tensor, buffer in zip(plans, tensors, buffers, strict=True):
         under_way += [
-            [messages.receive(peer, view.of(buffer)) for peer, view in arrival.receives or ()]
+            [messages.receive(peer, buffer[number]) for peer, number in arrival.receives]
             for arrival in plan.arrivals
         ]
         for peer, view in plan.sends:
@@ -91,22 +91,24 @@ def scatter_by_messages(
     arriving = iter(under_way)
     results = []
     for plan, cut, tensor, buffer in zip(plans, cuts, tensors, buffers, strict=True):
-        dtype = sum_dtype(cut, tensor)
-        result = empty(plan.result, tensor, out_batch_first, dtype)
+        result = empty(plan.result, tensor, out_batch_first, sum_dtype(cut, tensor))
         for arrival in plan.arrivals:
             messages.wait_for(next(arriving))
-            here = tensor if arrival.receives is None else buffer
-            for target, source, add in arrival.moves:
+            for target, part, add in arrival.moves:
                 if add:
-                    target.of(result).add_(source.of(here))
+                    target.of(result).add_(_the(part, tensor, buffer))
                 else:
-                    target.of(result).copy_(source.of(here))
-        for join in plan.joins:
-            parts = [view.of(tensor if own else buffer) for own, view in join.parts]
-            torch.cat(parts, 2, out=join.target.of(result))
+                    target.of(result).copy_(_the(part, tensor, buffer))
+            for target, parts in arrival.joins:
+                here = [_the(part, tensor, buffer) for part in parts]
+                torch.cat(here, 2, out=target.of(result))
         results.append(result.to(tensor.dtype))
     messages.finish()
     return tuple(results)
+
+
+def _the(part: Part, tensor: torch.Tensor, buffer: Sequence[torch.Tensor]) -> torch.Tensor:
+    return buffer[part.buffer] if part.own is None else part.own.of(tensor)
 
 
 _Works = Sequence[dist.Work | None]
@@ -125,14 +127,14 @@ class _Messages:
         if self.joined:
             self._batch.append(dist.P2POp(dist.isend, block, group=self.group, group_peer=peer))
         else:
-            self._under_way.append(dist.isend(block, group=self.group, group_dst=peer))
+            self._under_way.append(self.group.send([block], peer, 0))
 
     def receive(self, peer: int, block: torch.Tensor) -> dist.Work | None:
         """What `wait_for` takes. gloo lets no one wait twice."""
         if self.joined:
             self._batch.append(dist.P2POp(dist.irecv, block, group=self.group, group_peer=peer))
             return None
-        return dist.irecv(block, group=self.group, group_src=peer)
+        return self.group.recv([block], peer, 0)
 
     def start(self) -> None:
         if self._batch:  # a rank without tokens and without heads has nothing to say

@@ -14,8 +14,10 @@ import torch
 
 from ..sequence_layout import Chunk
 from .memory import (
+    PLANS_KEPT,
     Cut,
     Piece,
+    View,
     columns,
     empty,
     even_runs,
@@ -26,113 +28,95 @@ from .memory import (
     run_heads,
 )
 
-# Plans kept: a layer needs 4 to 6 per layout. With packed documents each micro-batch may bring a
-# layout of its own, of many views, so that an unbounded or large cache would grow for long.
-_KEPT = 128
-
 # Heads are joined run by run of a rank's tokens up to so many runs (contiguous: 1, zigzag: 2),
 # else piece by piece, for packed documents may come in hundreds of runs.
 _RUNS_JOINED = 2
 
 
-@dataclass(frozen=True)
-class View:
-    """A view of a tensor, relative to where that begins in its storage."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def like(cls, meta: torch.Tensor) -> View:
-        return cls(meta.size(), meta.stride(), int(meta.storage_offset()))
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-
 Message = tuple[int, View]  # the peer, and what is sent to it or received from it
-Copy = tuple[int, View, View]  # the number of a tensor; its view, and the view that is written
+Buffered = tuple[int, int]  # the peer, and the number of the buffer that is sent or received
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Copies that make what a peer (or several) shall have contiguous, and its messages."""
+    """Copies that make what a peer (or several) shall have contiguous, and its messages.
 
-    copies: tuple[Copy, ...]  # to the scratch buffer
-    sends: tuple[Message, ...]  # of the scratch buffer
+    Args:
+        copies: the number of a tensor, a view of it, the number of the buffer that is written.
+        sends: of buffers.
+    """
+
+    copies: tuple[tuple[int, View, int], ...]
+    sends: tuple[Buffered, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gather:
     """[s_r, b, h, d] -> [s, b, h_r, d] for tensors that travel together, of one rank.
 
     Args:
         rows: [s, b, width]: the memory of the results, side by side.
         results: views of the rows.
-        scratch: elements of the scratch buffer.
+        scratch, buffers: elements, and views of them.
         receives: views of the rows.
-        own: what stays on this rank, to the rows.
+        own: what stays on this rank: the number of a tensor, a view of it, a view of the rows.
     """
 
     rows: tuple[int, ...]
     results: tuple[View, ...]
     scratch: int
+    buffers: tuple[View, ...]
     receives: tuple[Message, ...]
     packs: tuple[Pack, ...]
-    own: tuple[Copy, ...]
+    own: tuple[tuple[int, View, View], ...]
 
 
 @dataclass(frozen=True)
-class Join:
-    """Heads side by side, when all of them are here.
+class Part:
+    """Of the tensor if `own`, else of the buffer of that number."""
 
-    Args:
-        target: view of the result.
-        parts: views of the tensor (True) or of the scratch buffer, in the order of heads.
-    """
-
-    target: View
-    parts: tuple[tuple[bool, View], ...]
+    own: View | None
+    buffer: int = 0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A piece of the result.
+    """What is done with a piece of the result, or with all pieces, when they are here.
 
     Args:
-        receives: views of the scratch buffer; None for the rank's own part.
-        moves: views of the result, and of the scratch buffer or the tensor; whether it is added.
+        receives: what has to be here.
+        moves: view of the result, what comes there, and whether it is added.
+        joins: view of the result, and whose heads come there side by side.
     """
 
-    receives: tuple[Message, ...] | None
-    moves: tuple[tuple[View, View, bool], ...]
+    receives: tuple[Buffered, ...]
+    moves: tuple[tuple[View, Part, bool], ...] = ()
+    joins: tuple[tuple[View, tuple[Part, ...]], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scatter:
     """[s, b, h_r, d] -> [s_r, b, h, d] for one tensor of one rank.
 
     Args:
         result: shape of the result.
-        scratch: elements of the scratch buffer.
+        scratch, buffers: elements, and views of them.
         sends: views of the tensor.
         arrivals: in the order in which they are to be used.
-        joins: what is done when all have arrived; none where the arrivals have moves.
     """
 
     result: tuple[int, ...]
     scratch: int
+    buffers: tuple[View, ...]
     sends: tuple[Message, ...]
     arrivals: tuple[Arrival, ...]
-    joins: tuple[Join, ...]
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=PLANS_KEPT)
 def plan_gather(
     cuts: tuple[Cut, ...],
     rank: int,
-    shapes: tuple[tuple[int, int, int, int], ...],
+    shapes: tuple[tuple[int, ...], ...],
     strides: tuple[tuple[int, ...], ...],
     batch_first: bool,
     joined: bool,
@@ -147,139 +131,141 @@ def plan_gather(
         for shape, stride in zip(shapes, strides, strict=True)
     ]
     layout, (tokens, batch, *_) = cuts[0].sequence, shapes[0]
-    local = local_chunks(layout.chunks[rank])
-
-    def parts(peer: int) -> list[tuple[int, int]]:
-        return [(len(cut.heads[peer]), shape[3]) for cut, shape in zip(cuts, shapes, strict=True)]
-
-    widths = [sum(heads * dim for heads, dim in parts(peer)) for peer in range(layout.group_size)]
-    rows_shape = (layout.sequence_length, batch, widths[rank])
-    rows = empty(rows_shape, tensors[0], batch_first)
-    neighbours = _neighbours(rank, layout.group_size)
-    runs = [[peer] for peer in neighbours if widths[peer]]
+    local, neighbours = local_chunks(layout.chunks[rank]), _neighbours(rank, layout.group_size)
+    parts = [
+        [(len(cut.heads[peer]), shape[3]) for cut, shape in zip(cuts, shapes, strict=True)]
+        for peer in range(layout.group_size)
+    ]
+    widths = [sum(heads * dim for heads, dim in part) for part in parts]
+    rows = empty((layout.sequence_length, batch, widths[rank]), tensors[0], batch_first)
+    results = columns(rows, parts[rank])
     scratch = _Scratch(tokens * batch * sum(widths[peer] for peer in neighbours))
     packs = []
-    for run in even_runs(cuts[0].heads, rank) if joined else runs:
-        buffer = scratch.blocks(len(run), (tokens, batch, widths[run[0]]), batch_first)
-        copies = tuple(
+    for run in even_runs(cuts[0].heads, rank) if joined else [[peer] for peer in neighbours]:
+        block = scratch.blocks(len(run), (tokens, batch, widths[run[0]]), batch_first)
+        targets = columns(block, parts[run[0]])  # each [ranks, s_r, b, h_peer, d]
+        sends = [
+            (peer, scratch.number(view))
+            for part, peer in zip(block.unbind(0), run, strict=True)
+            for view in _messages(part, local, batch_first)
+        ]
+        copies = [
             (
                 number,
-                View.like(run_heads(tensor, cut.heads, run).permute(2, 0, 1, 3, 4)),
-                View.like(block),  # [ranks, s_r, b, h_peer, d]
+                View.like(run_heads(tensor, cut.heads, run)),
+                scratch.number(View.like(target)),
             )
-            for number, (tensor, cut, block) in enumerate(
-                zip(tensors, cuts, columns(buffer, parts(run[0])), strict=True)
-            )
-            if block.numel()
-        )
-        sends = tuple(
-            message
-            for part, peer in zip(buffer.unbind(0), run, strict=True)
-            for message in _messages(peer, part, local, batch_first)
-        )
+            for number, (tensor, cut, target) in enumerate(zip(tensors, cuts, targets, strict=True))
+            if target.numel()
+        ]
         if sends:
-            packs.append(Pack(copies, sends))
-    results = columns(rows, parts(rank))
+            packs.append(Pack(tuple(copies), tuple(sends)))
+    own = [
+        (number, View.like(mine[begin:end]), View.like(result[start:stop]))
+        for number, (tensor, cut, result) in enumerate(zip(tensors, cuts, results, strict=True))
+        for mine in [narrow_heads(tensor, cut.heads[rank])]
+        for (start, stop), (begin, end) in zip(layout.chunks[rank], local, strict=True)
+        if result[start:stop].numel()
+    ]
+    receives = [
+        (peer, view)
+        for peer in neighbours
+        for view in _messages(rows, layout.chunks[peer], batch_first)
+    ]
     return Gather(
-        rows_shape,
-        tuple(map(View.like, results)),
-        scratch.elements,
-        tuple(
-            message
-            for peer in neighbours
-            if widths[rank]
-            for message in _messages(peer, rows, layout.chunks[peer], batch_first)
-        ),
-        tuple(packs),
-        tuple(
-            (
-                number,
-                View.like(narrow_heads(tensor, cut.heads[rank])[begin:end]),
-                View.like(result[start:stop]),
-            )
-            for number, (tensor, cut, result) in enumerate(zip(tensors, cuts, results, strict=True))
-            for (start, stop), (begin, end) in zip(layout.chunks[rank], local, strict=True)
-            if result[start:stop].numel()
-        ),
+        rows=tuple(rows.shape),
+        results=tuple(map(View.like, results)),
+        scratch=scratch.elements,
+        buffers=scratch.buffers,
+        receives=tuple(receives),
+        packs=tuple(packs),
+        own=tuple(own),
     )
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=PLANS_KEPT)
 def plan_scatter(
-    cut: Cut,
-    rank: int,
-    shape: tuple[int, int, int, int],
-    batch_first: bool,
-    out_batch_first: bool,
+    cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool, out_batch_first: bool
 ) -> Scatter:
     """The tensor lies in `batch_first` memory order."""
     layout, (_, batch, own_heads, dim) = cut.sequence, shape
     tokens, local = layout.lengths[rank], local_chunks(layout.chunks[rank])
     tensor = empty(shape, torch.empty(0, device="meta"), batch_first)
-    result_shape = (tokens, batch, cut.num_heads, dim)
-    result = empty(result_shape, tensor, out_batch_first)
+    result = empty((tokens, batch, cut.num_heads, dim), tensor, out_batch_first)
     neighbours = _neighbours(rank, layout.group_size)
     scratch = _Scratch(tokens * batch * sum(len(cut.heads[peer]) for peer in neighbours) * dim)
-    own = [tensor[start:stop] for start, stop in layout.chunks[rank] if own_heads]
-    blocks = {
-        peer: scratch.blocks(1, (tokens, batch, len(cut.heads[peer]), dim), batch_first)[0]
-        for peer in neighbours
-        if cut.heads[peer]
-    }
-    receives = {
-        peer: tuple(_messages(peer, block, local, batch_first)) for peer, block in blocks.items()
-    }
-    sends = tuple(
-        message
-        for peer in neighbours
+    pieces = [
+        Piece(rank, begin, tensor[start:stop])
+        for (start, stop), (begin, _) in zip(layout.chunks[rank], local, strict=True)
         if own_heads
-        for message in _messages(peer, tensor, layout.chunks[peer], batch_first)
-    )
+    ]
+    receives: dict[int, tuple[Buffered, ...]] = {rank: ()}
+    for peer in neighbours:
+        block = scratch.blocks(1, (tokens, batch, len(cut.heads[peer]), dim), batch_first)[0]
+        if block.numel():
+            pieces.append(Piece(peer, 0, block))
+        views = _messages(block, local, batch_first)
+        receives[peer] = tuple((peer, scratch.number(view)) for view in views)
+    sends = [
+        (peer, view)
+        for peer in neighbours
+        for view in _messages(tensor, layout.chunks[peer], batch_first)
+    ]
+
+    def part(piece: Piece, block: torch.Tensor) -> Part:
+        view = View.like(block)
+        return Part(view) if piece.rank == rank else Part(None, scratch.number(view))
+
     if len(local) <= _RUNS_JOINED and not is_replicated(cut.heads):
-        arrivals = tuple(Arrival(messages, ()) for messages in receives.values())
-        joins = tuple(_joins(result, cut, rank, own, blocks, local))
-        return Scatter(result_shape, scratch.elements, sends, arrivals, joins)
-    pieces = [Piece(rank, begin, block) for (begin, _), block in zip(local, own, strict=False)]
-    pieces += [Piece(peer, 0, block) for peer, block in blocks.items()]
-    if is_replicated(cut.heads):  # summed in rank order, whoever computes it
         pieces.sort(key=lambda piece: piece.rank)
-    arrivals = tuple(
-        Arrival(receives.get(piece.rank), tuple(_moves(result, piece, cut))) for piece in pieces
+        joins = [
+            (View.like(result[begin:end]), tuple(part(*its) for its in _of_run(pieces, begin, end)))
+            for begin, end in local
+            if result[begin:end].numel()
+        ]
+        everything = tuple(message for messages in receives.values() for message in messages)
+        arrivals = [Arrival(everything, joins=tuple(joins))]
+    else:
+        if is_replicated(cut.heads):  # summed in rank order, whoever computes it
+            pieces.sort(key=lambda piece: piece.rank)
+        arrivals = [
+            Arrival(
+                receives[piece.rank],
+                tuple(
+                    (View.like(target), part(piece, source), add)
+                    for target, source, add in moves(result, piece, cut)
+                    if target.numel()
+                ),
+            )
+            for piece in pieces
+        ]
+    return Scatter(
+        result=tuple(result.shape),
+        scratch=scratch.elements,
+        buffers=scratch.buffers,
+        sends=tuple(sends),
+        arrivals=tuple(arrivals),
     )
-    return Scatter(result_shape, scratch.elements, sends, arrivals, ())
 
 
-def _moves(result: torch.Tensor, piece: Piece, cut: Cut) -> Iterator[tuple[View, View, bool]]:
-    for target, source, add in moves(result, piece, cut):
-        if target.numel():
-            yield View.like(target), View.like(source), add
-
-
-def _joins(
-    result: torch.Tensor,
-    cut: Cut,
-    rank: int,
-    own: Sequence[torch.Tensor],
-    blocks: dict[int, torch.Tensor],
-    local: Sequence[Chunk],
-) -> Iterator[Join]:
-    """One for each run of this rank's tokens: `own` is cut by runs, a peer's block is not."""
-    for number, (begin, end) in enumerate(local):
-        parts = [(peer, View.like(block[begin:end])) for peer, block in blocks.items()]
-        if own:
-            parts.append((rank, View.like(own[number])))
-        parts.sort(key=lambda part: cut.heads[part[0]].start)
-        if result[begin:end].numel():
-            target = View.like(result[begin:end])
-            yield Join(target, tuple((peer == rank, view) for peer, view in parts))
+def _of_run(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The tokens of a run of each piece that holds them: a rank's own pieces are cut by runs."""
+    for piece in pieces:
+        if piece.start <= begin < piece.start + piece.block.size(0):
+            yield piece, piece.block[begin - piece.start : end - piece.start]
 
 
 class _Scratch:
-    """Hands out the scratch buffer of tensors that travel together."""
+    """Hands out the memory and the buffers of an exchange."""
 
     def __init__(self, elements: int) -> None:
         self.elements = elements
         self._left = torch.empty(elements, device="meta")
+        self._numbers: dict[View, int] = {}
+
+    @property
+    def buffers(self) -> tuple[View, ...]:
+        return tuple(self._numbers)
 
     def blocks(self, count: int, shape: Sequence[int], batch_first: bool) -> torch.Tensor:
         """[count, s_r, b, ...], each block contiguous in the memory order asked."""
@@ -289,18 +275,19 @@ class _Scratch:
         flat, self._left = self._left[:size], self._left[size:]
         return flat.view(order).transpose(1, 2) if batch_first else flat.view(order)
 
+    def number(self, view: View) -> int:
+        return self._numbers.setdefault(view, len(self._numbers))
+
 
 def _neighbours(rank: int, size: int) -> list[int]:
     """Each rank begins with its neighbour, so that no rank is everybody's first."""
     return [(rank + step) % size for step in range(1, size)]
 
 
-def _messages(
-    peer: int, tensor: torch.Tensor, chunks: Sequence[Chunk], batch_first: bool
-) -> Iterator[Message]:
+def _messages(tensor: torch.Tensor, chunks: Sequence[Chunk], batch_first: bool) -> Iterator[View]:
     """The contiguous pieces of memory that hold `chunks`, in an order both ends agree on."""
     for start, stop in chunks:
         block = tensor[start:stop]
         for part in block.unbind(1) if batch_first and block.size(1) > 1 else (block,):
             if part.numel():
-                yield peer, View.like(part)
+                yield View.like(part)
