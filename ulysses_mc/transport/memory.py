@@ -23,7 +23,8 @@ class Cut:
 
     Args:
         sequence: the tokens of each rank while split by sequence.
-        heads: the heads of each rank while split by heads; ranges may overlap (replicas).
+        heads: the heads of each rank while split by heads, ascending with the ranks and without a
+            gap; ranges may overlap (replicas).
     """
 
     sequence: SequenceLayout

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .memory import Cut, bundles, empty, in_memory_order, scratch, sum_dtype
-from .plan import Part, plan_gather, plan_scatter
+from .plan import plan_gather, plan_scatter
 
 
 def gather_by_messages(
@@ -96,19 +96,15 @@ def scatter_by_messages(
             messages.wait_for(next(arriving))
             for target, part, add in arrival.moves:
                 if add:
-                    target.of(result).add_(_the(part, tensor, buffer))
+                    target.of(result).add_(part.of(tensor, buffer))
                 else:
-                    target.of(result).copy_(_the(part, tensor, buffer))
+                    target.of(result).copy_(part.of(tensor, buffer))
             for target, parts in arrival.joins:
-                here = [_the(part, tensor, buffer) for part in parts]
+                here = [part.of(tensor, buffer) for part in parts]
                 torch.cat(here, 2, out=target.of(result))
         results.append(result.to(tensor.dtype))
     messages.finish()
     return tuple(results)
-
-
-def _the(part: Part, tensor: torch.Tensor, buffer: Sequence[torch.Tensor]) -> torch.Tensor:
-    return buffer[part.buffer] if part.own is None else part.own.of(tensor)
 
 
 _Works = Sequence[dist.Work | None]

@@ -32,7 +32,6 @@ from .memory import (
 # else piece by piece, for packed documents may come in hundreds of runs.
 _RUNS_JOINED = 2
 
-
 Message = tuple[int, View]  # the peer, and what is sent to it or received from it
 Buffered = tuple[int, int]  # the peer, and the number of the buffer that is sent or received
 
@@ -73,10 +72,13 @@ class Gather:
 
 @dataclass(frozen=True)
 class Part:
-    """Of the tensor if `own`, else of the buffer of that number."""
+    """A view of the rank's own tensor, or else the buffer of that number."""
 
     own: View | None
     buffer: int = 0
+
+    def of(self, tensor: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+        return buffers[self.buffer] if self.own is None else self.own.of(tensor)
 
 
 @dataclass(frozen=True)
