@@ -17,6 +17,7 @@ from ulysses_mc.exchange import Cut, heads_to_sequence, sequence_to_heads
 from ulysses_mc.layers import UlyssesAttention
 from ulysses_mc.layers.local import sdpa_attention
 from ulysses_mc.transport import memory, messages
+from ulysses_mc.transport.plan import plan_scatter
 
 TRANSPORTS = ("p2p", "all_to_all")
 MEMORY_ORDERS = tuple(itertools.product((False, True), repeat=2))
@@ -157,6 +158,26 @@ def check_evaluation_then_training() -> None:
 
 def test_training_after_an_evaluation_in_inference_mode():
     run_ranks(2, evaluate_then_train)
+
+
+def test_kept_buffers_are_of_the_type_and_of_the_present_memory():
+    """Views are kept with their memory: not those of another type, nor of memory that was too
+    small, which they would hold for ever; and not without end."""
+    cut = Cut(SequenceLayout.contiguous(8, 2), HeadLayout(4, 4, 2).query_heads)
+    single, double = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    arena = memory._Arena()
+    with patch.object(memory, "_arena", arena):
+        small = plan_scatter(cut, 0, (8, 1, 2, 3), False, False)
+        for like in (single, double, single):
+            (buffers,) = memory.scratch(like, [small])
+            assert {buffer.dtype for buffer in buffers} == {like.dtype}
+        assert memory.scratch(single, [small])[0] is buffers
+        for dim in range(2 * memory.PLANS_KEPT, 0, -1):  # the first needs more memory
+            memory.scratch(single, [plan_scatter(cut, 0, (8, 1, 2, dim), False, False)])
+            kept = [buffer for ((*buffers,),) in arena.views.values() for buffer in buffers]
+            assert len(kept) <= memory.PLANS_KEPT
+            for buffer in kept:
+                assert buffer.untyped_storage().data_ptr() == arena.bytes.data_ptr()
 
 
 def check_one_rank_costs_nothing() -> None:
