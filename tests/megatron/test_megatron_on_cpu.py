@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,43 @@ def test_only_megatron_is_told_that_tensors_are_on_cuda() -> None:
     with megatron_on_cpu():
         assert torch.zeros(1).type() == "torch.FloatTensor"
         assert torch.zeros(1).type(torch.int64).dtype == torch.int64
+
+
+def test_a_function_decorated_inside_is_compiled_when_it_is_called_outside() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    with megatron_on_cpu():
+
+        @torch.compile(backend=backend, fullgraph=True)
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            """Doubles."""
+            return 2 * x
+
+        module = torch.compile(torch.nn.Linear(2, 2), backend=backend)
+        assert (twice.__name__, twice.__doc__) == ("twice", "Doubles.")
+        assert torch.equal(twice(torch.ones(2)), torch.full((2,), 2.0))
+        assert module(torch.ones(2)).shape == (2,)
+        assert compiled == []
+    for _ in range(2):
+        assert torch.equal(twice(torch.ones(2)), torch.full((2,), 2.0))
+    assert len(compiled) == 1
+    assert module(torch.ones(2)).shape == (2,)
+    assert len(compiled) == 2
+
+
+def test_the_start_does_not_load_the_compiler() -> None:
+    code = (
+        "import sys; from ulysses_mc import megatron_on_cpu\n"
+        "with megatron_on_cpu():\n"
+        "    from megatron.core.models.gpt import GPTModel\n"
+        "print('torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-1:] == ["False"], done.stderr
 
 
 # -- random states --------------------------------------------------------------------------

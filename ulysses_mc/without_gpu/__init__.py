@@ -11,8 +11,9 @@ runs by its PyTorch backend; its linear layers and norms have none. Outside noth
 where CUDA is available the context does nothing at all.
 
 Limits: the context holds for the thread that entered it (attributes are replaced for all
-threads, the translation of devices is not); functions under torch.compile run eagerly; overlap
-of communication and computation finds nothing to overlap.
+threads, the translation of devices is not); functions under torch.compile run eagerly, and one that
+is decorated inside is compiled when it is first called outside; overlap of communication and
+computation finds nothing to overlap.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .compiling import compile_when_called
 from .megatron_names import megatron_replacements
 from .te_names import te_replacements
 from .torch_names import CudaMeansCpu, torch_replacements
@@ -43,9 +45,10 @@ def megatron_on_cpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    # Listed before the first is made: this imports Megatron, which must not see them then.
-    replacements = [*megatron_replacements(), *torch_replacements(), *te_replacements()]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch, "compile", compile_when_called))
+        # Listed before the first is made: this imports Megatron, which must not see them then.
+        replacements = [*megatron_replacements(), *torch_replacements(), *te_replacements()]
         for owner, name, value in replacements:
             stack.enter_context(_replaced(owner, name, value))
         # Megatron compiles many small functions (bias + activation, ...). Compiling one for the
