@@ -58,6 +58,7 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
 
     from . import checkpoint, random_state, self_check
     from .data import build_datasets
+    from .flops import CONVENTION
     from .model import build_model, build_optimizer, number_of_parameters
     from .trainer import Trainer
 
@@ -78,7 +79,8 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
         f"{config.model.kind} model with {parameters:,} parameters in {config.training.precision} "
         f"on {device.type} x {dist.get_world_size()}\n{shape.describe()}\n"
         f"{train_iters} iterations, {begun.consumed_samples + left} samples\n"
-        f"optimizer: {adam_in_use()}"
+        f"optimizer: {adam_in_use()}\n"
+        f"TFLOP/s and MFU: {CONVENTION}"
     )
     trainer.resume(saved)
     if config.training.self_check:
