@@ -105,6 +105,14 @@ def test_exceptions_of_every_rank_on_request() -> None:
     assert isinstance(results[1], Exception)
 
 
+def test_a_rank_that_could_not_join_does_not_disturb_the_next_test() -> None:
+    """PyTorch counts the groups that a process began: a rank whose first group failed would look
+    for its peers under another name than theirs ever after."""
+    with pytest.raises(Exception, match="MPI"):  # PyTorch is built without it
+        run_ranks(1, sum_of_ranks, 0.0, backend="mpi")
+    assert run_ranks(2, sum_of_ranks, 0.0)[1][0] == 1.0
+
+
 def test_a_dying_rank_fails_the_test_and_the_pool_recovers() -> None:
     with pytest.raises(RankFailure, match=r"rank 2: The process died, exit code 7"):
         run_ranks(3, die_on, 2)

@@ -70,8 +70,10 @@ def _serve_one(connection: Connection, job: Job) -> None:
             return
         _send(connection, "ready")
         connection.recv_bytes()
+        joined = False
         try:
             _initialize(job)
+            joined = True
             outcome = Outcome(job.rank, function(*args, **kwargs))
         except BaseException as error:
             outcome = _failed(job.rank, error)
@@ -79,7 +81,8 @@ def _serve_one(connection: Connection, job: Job) -> None:
         _send(connection, outcome)
         connection.recv_bytes()
         clean = _destroy_groups()
-    clean = clean and _no_mode_left() and _few_threads()
+    # PyTorch names a default group by how many this process began: one that failed counts on.
+    clean = joined and clean and _no_mode_left() and _few_threads()
     _send(connection, "clean" if clean else "dirty")
 
 
