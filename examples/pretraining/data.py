@@ -49,6 +49,19 @@ def build_datasets(
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+    class Documents(GPTDataset):
+        """Megatron would count passes over no tokens without end."""
+
+        def _get_num_tokens_per_epoch(self) -> int:
+            tokens = int(super()._get_num_tokens_per_epoch())
+            if tokens == 0:
+                part, prefix = self.index_split.name, self.dataset_path
+                raise UserError(
+                    f"the {len(self.indices)} documents that data.split {config.data.split!r} "
+                    f"takes from {prefix} for {part} hold no tokens"
+                )
+            return tokens
+
     cache = Path(config.data.cache or Path(config.output) / "data_cache") / _data_digest(config)
     refuse_pickled_arrays(cache)
     if dist.is_initialized():
@@ -68,7 +81,7 @@ def build_datasets(
     )
     try:
         builder = BlendedMegatronDatasetBuilder(
-            GPTDataset, [train_samples, valid_samples, None], lambda: True, options
+            Documents, [train_samples, valid_samples, None], lambda: True, options
         )
         train, valid, _ = builder.build()
     except AssertionError as error:

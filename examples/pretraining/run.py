@@ -82,6 +82,8 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
         f"optimizer: {adam_in_use()}\n"
         f"TFLOP/s and MFU: {CONVENTION}"
     )
+    if config.evaluation.interval and datasets[1] is None:
+        trainer.say(f"no evaluation: data.split {config.data.split!r} leaves no validation data")
     trainer.resume(saved)
     if config.training.self_check:
         self_check.ranks_agree(config, datasets[0], trainer.progress.consumed_samples)

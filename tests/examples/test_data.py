@@ -115,3 +115,23 @@ def test_documents_are_where_megatron_would_reset_mask_and_positions() -> None:
         assert torch.equal(positions[own], expected)
         same = documents[own, None] == documents[None, own]
         assert torch.equal(mask[0], ~(same & torch.ones(8, 8, dtype=torch.bool).tril()))
+
+
+@pytest.mark.megatron
+def test_a_part_without_tokens_is_refused(tmp_path: Path) -> None:
+    """Megatron would count passes over it without end."""
+    import numpy as np
+
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    from examples.pretraining.config import Config, DataOptions
+    from examples.pretraining.data import build_datasets
+
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
+    for tokens in ([], range(20)):
+        builder.add_document(torch.tensor(list(tokens), dtype=torch.int32), [len(tokens)])
+    builder.finalize(str(tmp_path / "text.idx"))
+    (tmp_path / "data.json").write_text('{"vocab_size": 99, "end_of_document": 0, "padding": -1}')
+    data = DataOptions(path=[str(tmp_path / "text")], split="1,1,0")
+    config = Config(output=str(tmp_path / "out"), data=data)
+    with pytest.raises(UserError, match="1 documents that data.split '1,1,0' takes .* hold no tok"):
+        build_datasets(config, 4, 8, None)
