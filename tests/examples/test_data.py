@@ -133,5 +133,7 @@ def test_a_part_without_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text('{"vocab_size": 99, "end_of_document": 0, "padding": -1}')
     data = DataOptions(path=[str(tmp_path / "text")], split="1,1,0")
     config = Config(output=str(tmp_path / "out"), data=data)
-    with pytest.raises(UserError, match="1 documents that data.split '1,1,0' takes .* hold no tok"):
+    with pytest.raises(
+        UserError, match=r"1 documents that data.split '1,1,0' takes .* hold no tok"
+    ):
         build_datasets(config, 4, 8, None)
