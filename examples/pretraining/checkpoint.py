@@ -294,12 +294,14 @@ def _layout(parallel: dict[str, Any], world_size: int) -> tuple[Any, ...]:
 
 def _read(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
     check_metadata(path / ".metadata")
+    damaged = pickle.UnpicklingError, EOFError, ValueError, CheckpointException
     try:
         with only_tensors():
-            loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
-    except (pickle.UnpicklingError, EOFError, ValueError, CheckpointException) as error:
+            loaded: dict[str, Any] = dist_checkpointing.load(state, path)
+    except (*damaged, CheckpointingException) as error:
         # Of files that every rank reads, or told to all ranks.
         raise UserError(f"checkpoint {path} cannot be read: {_reasons(error):.300}") from error
     return loaded

@@ -290,10 +290,11 @@ def test_a_damaged_file_that_is_not_verified_is_refused_too(
     path = stopped / "checkpoints" / "iter_0000003" / name
     if not path.exists():
         pytest.skip("not a file of this megatron-core's checkpoints")
-    path.write_bytes(b"\x80\xff" * (path.stat().st_size // 2))
     argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={stopped}", *layout(ulysses=2)]
-    messages = run_ranks(2, refuse, [*argv, "--checkpoint.verify=false"], timeout=60)
-    assert len(set(messages)) == 1 and "iter_0000003 cannot be read: " in messages[0]
+    for damage in (lambda: path.write_bytes(b"\x80\xff" * (path.stat().st_size // 2)), path.unlink):
+        damage()
+        messages = run_ranks(2, refuse, [*argv, "--checkpoint.verify=false"], timeout=60)
+        assert len(set(messages)) == 1 and "iter_0000003 cannot be read: " in messages[0]
 
 
 def test_an_optimizer_that_was_split_otherwise_is_refused(stopped: Path, small_data: Path) -> None:
