@@ -119,8 +119,9 @@ def _flash(config: Any, machine: Machine) -> str:
 def _fused(config: Any, machine: Machine, recipe: str, sinks: str) -> str:
     capability, cudnn, deterministic = machine.capability, machine.cudnn, _deterministic()
     given = getattr(config, "window_size", None)
-    windowed = given is not None and (given[0] != -1 or given[1] not in (-1, 0))
-    window = f"window_size={tuple(given)}" if windowed else ""
+    window = ""
+    if given is not None and (given[0] != -1 or given[1] not in (-1, 0)):
+        window = f"window_size={tuple(given)}"
     if recipe in _NEVER:
         return f"{recipe} has none"
     if sinks and deterministic:
