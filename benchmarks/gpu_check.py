@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ulysses_mc import HeadLayout, SequenceLayout
-from ulysses_mc.exchange import Cut, sequence_to_heads
+from ulysses_mc.exchange import Cut, heads_to_sequence, sequence_to_heads
 from ulysses_mc.layers import UlyssesAttention, explain_backend
 from ulysses_mc.layers.local import flash_attention, sdpa_attention
 
@@ -42,23 +43,33 @@ def synchronize(device: torch.device) -> None:
 
 
 def report_copies(tokens: int, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
-    """GB/s of packing and unpacking Q, K and V (read and written), beside a device copy."""
-    layout = SequenceLayout.contiguous(tokens * RANKS, RANKS)
+    """GB/s (read and written) of the two copies of an exchange, each beside a device copy of the
+    same size: packing Q, K and V on the way in, and unpacking the output on the way back.
+
+    Nothing is unpacked on the way in (b = 1, contiguous), nothing packed on the way back.
+    """
+    layout, group = SequenceLayout.contiguous(tokens * RANKS, RANKS), dist.group.WORLD
     heads = HeadLayout(HEADS, KV, RANKS)
     tensors = [torch.randn(tokens, 1, n, D, device=device, dtype=dtype) for n in (HEADS, KV, KV)]
     cuts = [Cut(layout, heads.query_heads), *[Cut(layout, heads.kv_heads)] * 2]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    source = torch.cat([tensor.flatten() for tensor in tensors])
-    copy = torch.empty_like(source)
-    plain = 2 * size / seconds(lambda: copy.copy_(source), device, rounds) / 1e9
-    group = dist.group.WORLD
-    with torch.no_grad():
-        packed = seconds(
-            lambda: sequence_to_heads(tensors, cuts, group, transport="all_to_all"), device, rounds
-        )
-    rate = 2 * size / packed / 1e9
-    print(f"  {tokens:>7} tokens a rank: pack {rate:7.1f} GB/s, copy {plain:7.1f} GB/s"
-          f" ({rate / plain:.0%})", flush=True)  # fmt: skip
+    own = len(heads.query_heads[0])
+    out = torch.randn(tokens * RANKS, 1, own, D, device=device, dtype=dtype)
+    directions = {
+        "pack": (tensors, lambda: sequence_to_heads(tensors, cuts, group, transport="all_to_all")),
+        "unpack": (
+            [out],
+            lambda: heads_to_sequence([out], cuts[:1], group, transport="all_to_all"),
+        ),
+    }
+    for name, (moved, move) in directions.items():
+        size = sum(tensor.numel() * tensor.element_size() for tensor in moved)
+        source = torch.cat([tensor.flatten() for tensor in moved])
+        copy = torch.empty_like(source)
+        with torch.no_grad():
+            plain = 2 * size / seconds(partial(copy.copy_, source), device, rounds) / 1e9
+            rate = 2 * size / seconds(move, device, rounds) / 1e9
+        print(f"  {tokens:>7} tokens a rank: {name:>6} {rate:7.1f} GB/s, copy {plain:7.1f} GB/s"
+              f" ({rate / plain:.0%})", flush=True)  # fmt: skip
 
 
 def report_attention(tokens: int, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
@@ -91,7 +102,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     print(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
-    print(f"packing {HEADS} query and {KV} key/value heads of {D} for {RANKS} ranks")
+    print(f"packing and unpacking {HEADS} query and {KV} key/value heads of {D} for {RANKS} ranks")
     for tokens in options.tokens:
         report_copies(tokens, device, dtype, options.rounds)
     print("attention, forward and backward")

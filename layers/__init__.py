@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .attention import UlyssesAttention
     from .core_attention import UlyssesCoreAttention
     from .dropout import wire_dropout
+    from .fused import adam_in_use, norms_in_use
     from .huggingface import use_ulysses
     from .local.flash_backends import explain_backend
     from .norm import Norm
@@ -20,8 +21,10 @@ _EXPORTS = {
     "Norm": "norm",
     "UlyssesAttention": "attention",
     "UlyssesCoreAttention": "core_attention",
+    "adam_in_use": "fused",
     "check_wired": "wiring",
     "explain_backend": "local.flash_backends",
+    "norms_in_use": "fused",
     "packed_seq_params": "packed",
     "use_ulysses": "huggingface",
     "wire_dropout": "dropout",
@@ -33,8 +36,10 @@ __all__ = [
     "Norm",
     "UlyssesAttention",
     "UlyssesCoreAttention",
+    "adam_in_use",
     "check_wired",
     "explain_backend",
+    "norms_in_use",
     "packed_seq_params",
     "use_ulysses",
     "wire_dropout",

@@ -1,12 +1,13 @@
 """Fused norms and optimizers of TransformerEngine and NVIDIA's apex: which are used, and why.
 
-Found by the class itself, not by a package's name.
+Found by the kernels behind a class, not by a package's name: other packages are called apex, too.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -15,8 +16,6 @@ from typing import Any
 import torch
 
 from ..apex import nvidia_apex
-
-logger = logging.getLogger("ulysses_mc")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Choice:
 
 @lru_cache(maxsize=8)
 def norm_in_use(normalization: str, zero_centered: bool, cuda: bool) -> Choice:
-    """TransformerEngine's norm, apex's or PyTorch's, for 'LayerNorm' or 'RMSNorm'; logged once."""
+    """TransformerEngine's norm, apex's or PyTorch's, for 'LayerNorm' or 'RMSNorm'."""
     passed_over: dict[str, str] = {}
     for name, module, attribute in (
         ("TransformerEngine", "transformer_engine.pytorch", normalization),
@@ -49,15 +48,24 @@ def norm_in_use(normalization: str, zero_centered: bool, cuda: bool) -> Choice:
         if name == "apex" and not reason:
             reason = "" if nvidia_apex() else "NVIDIA's apex is not installed"
             reason = reason or ("it has no zero-centered weight" if zero_centered else "")
-        found = None if reason else _attribute(module, attribute)
-        if found is not None and not isinstance(found, str):
-            choice = Choice(f"{name}'s {attribute}", found, passed_over)
-            break
-        passed_over[name] = reason or str(found)
-    else:
-        choice = Choice(f"PyTorch's {normalization}", None, passed_over)
-    logger.info("norm: %s", choice)
-    return choice
+        found = reason or _attribute(module, attribute)
+        if (
+            name == "TransformerEngine"
+            and not isinstance(found, str)
+            and not _has_te_kernels(found)
+        ):
+            found = f"{module}.{attribute} is something else"
+        if not isinstance(found, str):
+            return Choice(f"{name}'s {attribute}", found, passed_over)
+        passed_over[name] = found
+    return Choice(f"PyTorch's {normalization}", None, passed_over)
+
+
+def norms_in_use(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[str]:
+    """What `Norm` chose in a model, or in its pipeline chunks, with the reasons; [] without one."""
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+    choices = (getattr(m, "choice", None) for chunk in chunks for m in chunk.modules())
+    return sorted({str(choice) for choice in choices if isinstance(choice, Choice)})
 
 
 def build_norm(
@@ -75,18 +83,31 @@ def build_norm(
 
 
 def adam_in_use() -> Choice:
-    """The class that Megatron's optimizer is made of, by where it was defined."""
+    """The class that Megatron's optimizer is made of."""
     from megatron.core import optimizer
 
-    adam = optimizer.Adam
-    owner = adam.__module__.partition(".")[0]
-    names = {"transformer_engine": "TransformerEngine", "apex": "apex", "torch": "PyTorch"}
-    passed_over = {}
-    if owner == "torch":
-        passed_over["TransformerEngine, apex"] = (
-            "no GPU" if not torch.cuda.is_available() else "Megatron found neither's FusedAdam"
-        )
-    return Choice(f"{names.get(owner, owner)}'s {adam.__name__}", adam, passed_over)
+    return adam_choice(optimizer.Adam)
+
+
+def adam_choice(adam: Any) -> Choice:
+    """Whose Adam a class is, by its kernels."""
+    if _has_te_kernels(adam):
+        return Choice(f"TransformerEngine's {adam.__name__}", adam)
+    if adam in (torch.optim.Adam, torch.optim.AdamW):
+        no_gpu = not torch.cuda.is_available()
+        reason = "no GPU" if no_gpu else "Megatron found neither's FusedAdam"
+        return Choice(f"PyTorch's {adam.__name__}", adam, {"TransformerEngine, apex": reason})
+    if nvidia_apex() and adam is _attribute("apex.optimizers", "FusedAdam"):
+        return Choice("apex's FusedAdam", adam)
+    return Choice(f"{adam.__module__}.{adam.__qualname__}, which is none of those known", adam)
+
+
+def _has_te_kernels(kind: Any) -> bool:
+    """Whether a class comes with TransformerEngine's compiled extension beside it."""
+    modules = [sys.modules.get(base.__module__) for base in getattr(kind, "__mro__", ())]
+    things = (thing for module in modules for thing in (vars(module).values() if module else ()))
+    owners = (t.__name__ if inspect.ismodule(t) else getattr(t, "__module__", "") for t in things)
+    return "transformer_engine_torch" in owners
 
 
 def _attribute(module: str, name: str) -> Any:

@@ -14,7 +14,7 @@ class Norm:
     """Builds the norm that `config.normalization` names: a LayerNorm or an RMSNorm.
 
     On GPUs TransformerEngine's or apex's where one is installed, else PyTorch's
-    (`ulysses_mc.layers.fused.norm_in_use` says which and why).
+    (`norms_in_use(model)` says which and why).
 
     With `config.sequence_parallel` (activations cut along the sequence over tensor-parallel
     ranks) each rank's gradient of the norm's parameters covers its own tokens only. Marked
@@ -45,6 +45,7 @@ class Norm:
         else:
             dtype = config.params_dtype
             norm = build_norm(choice, hidden_size, eps, zero_centered=centered, dtype=dtype)
+        vars(norm)["choice"] = choice  # for `norms_in_use`
         for parameter in norm.parameters():
             parameter.data = parameter.data.to(config.params_dtype)
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-import torch
 
 from ..head_layout import HeadLayout
 from ..parallel_state.errors import ParallelConfigError
-
-_HALF = (torch.bfloat16, torch.float16)
+from .te_backends import Machine, attention_recipe, passed_over
 
 
 def check_transformer_engine(config: Any, layout: HeadLayout) -> None:
@@ -46,24 +42,27 @@ def _check_fp8(config: Any, layout: HeadLayout) -> None:
 
 
 def _check_backends(config: Any) -> None:
-    half = config.bf16 or config.fp16 or config.params_dtype in _HALF
-    softmax_type = getattr(config, "softmax_type", "vanilla")
-    not_half = "" if half else f"{config.params_dtype} is not a 16-bit type"
-    sinks = "" if softmax_type == "vanilla" else f"softmax_type={softmax_type!r}"
-    reasons = {
-        "flash": _switched_off("NVTE_FLASH_ATTN") or not_half or sinks,
-        "fused": _switched_off("NVTE_FUSED_ATTN") or not_half,
-        "unfused": _switched_off("NVTE_UNFUSED_ATTN"),
-    }
-    if all(reasons.values()):
-        raise ParallelConfigError(
-            "TransformerEngine's attention without a backend.",
-            "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) + ".",
-            "one of its three backends can do what the config asks for",
-            "attention_backend 'auto', with no NVTE_*_ATTN set; core='sdpa' in with_ulysses.",
-        )
+    machine, recipe = Machine.this(), attention_recipe(config)
+    reasons = passed_over(config, machine, recipe)
+    if not all(reasons.values()):
+        return
+    nearest = "attention_backend 'auto', with no NVTE_*_ATTN set; core='sdpa' in with_ulysses."
+    in_fp8 = ""
+    if recipe:
+        in_fp8 = f" in FP8 by {recipe} ({machine})"
+        others = {
+            "fp8_dot_product_attention=False": "",
+            "fp8_recipe='delayed' (or NVTE_DPA_FP8_RECIPE=DelayedScaling)": "DelayedScaling",
+        }
+        work = [name for name, other in others.items() if _is_possible(config, machine, other)]
+        nearest = " or ".join([*work, "core='sdpa' in with_ulysses"]) + "."
+    raise ParallelConfigError(
+        f"TransformerEngine's attention{in_fp8} without a backend.",
+        "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) + ".",
+        "one of its three backends can do what the config asks for",
+        nearest,
+    )
 
 
-def _switched_off(variable: str) -> str:
-    # Megatron sets these from config.attention_backend before it builds the layers.
-    return f"{variable}=0" if os.environ.get(variable) == "0" else ""
+def _is_possible(config: Any, machine: Machine, recipe: str) -> bool:
+    return not all(passed_over(config, machine, recipe).values())

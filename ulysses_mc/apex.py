@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def nvidia_apex(search: list[str] | None = None) -> bool:
-    """Whether apex is NVIDIA's: `optimizers` holds FusedAdam. A package of that name is not enough.
+    """Whether apex is NVIDIA's: its FusedAdam calls the extension amp_C. A name is not enough.
 
     Imports nothing.
 
@@ -15,11 +15,8 @@ def nvidia_apex(search: list[str] | None = None) -> bool:
         search: folders to look in, None: as Python imports.
     """
     for folder in _folders(search):
-        optimizers = folder / "optimizers"
-        init = optimizers / "__init__.py"
-        if (optimizers / "fused_adam.py").is_file():
-            return True
-        if init.is_file() and "FusedAdam" in init.read_text(errors="replace"):
+        adam = folder / "optimizers" / "fused_adam.py"
+        if adam.is_file() and "amp_C" in adam.read_text(errors="replace"):
             return True
     return False
 

@@ -53,7 +53,7 @@ def run(config: Config, shape: RunShape) -> int:
 
 def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
     """Groups, model, optimizer, data, and the checkpoint to continue from."""
-    from ulysses_mc.layers.fused import adam_in_use
+    from ulysses_mc.layers import adam_in_use, norms_in_use
     from ulysses_mc.parallel_state import initialize_model_parallel
 
     from . import checkpoint, random_state, self_check
@@ -79,6 +79,7 @@ def prepare(config: Config, shape: RunShape, device: torch.device) -> Trainer:
         f"{config.model.kind} model with {parameters:,} parameters in {config.training.precision} "
         f"on {device.type} x {dist.get_world_size()}\n{shape.describe()}\n"
         f"{train_iters} iterations, {begun.consumed_samples + left} samples\n"
+        f"norm: {'; '.join(norms_in_use(model)) or 'that of the layer spec'}\n"
         f"optimizer: {adam_in_use()}\n"
         f"TFLOP/s and MFU: {CONVENTION}"
     )

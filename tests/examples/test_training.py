@@ -149,6 +149,9 @@ def test_a_resumed_run_has_the_optimizer_of_its_config(stopped: Path, small_data
     argv = [*SMALL, *layout(), f"--data.path=[{small_data}/text]", f"--output={stopped}"]
     ((_, said),) = run_ranks(1, loaded, argv, timeout=120)
     assert "another order" not in said and "6 iterations, 48 samples" in said
+    assert (
+        said.count("norm: PyTorch's RMSNorm (not") == said.count("optimizer: PyTorch's AdamW") == 1
+    )
     changed = ["--optimizer.adam_beta1=0.8", "--optimizer.adam_beta2=0.85",
                "--optimizer.adam_eps=1e-5", "--optimizer.weight_decay=0.02",
                "--training.seed=7", "--batch.global_batch_size=4"]  # fmt: skip

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from ulysses_mc.layers.local import flash, flash_attention, flash_backends
 
 RELEASES = json.loads(Path(__file__).with_name("flash_signatures.json").read_text())
 BACKENDS = {b.name: b for b in (flash_backends.FA2, flash_backends.FA3, flash_backends.FA4)}
+TOO_OLD = ("flash-attn-4 4.0.0b25", "flash-attn-4 4.0.0b8")
 CAPABILITY = {"FlashAttention-2": (8, 0), "FlashAttention-3": (9, 0), "FlashAttention-4": (10, 0)}
 
 
@@ -35,11 +38,11 @@ class Kernel:
         required = [inspect.Parameter(n, kind) for n in recorded["required"]]
         optional = [inspect.Parameter(n, kind, default=None) for n in recorded["optional"]]
         self.signature = inspect.Signature(required + optional)
-        self.release, self.calls = release, 0
+        self.release, self.calls, self.given = release, 0, dict[str, Any]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.signature.bind(*args, **kwargs).arguments  # TypeError: not in its signature
-        self.calls += 1
+        self.calls, self.given = self.calls + 1, given
         q, k, v = (given[name] for name in "qkv")
         check_tensors(q, k, v, self.release["backend"])
         assert {"softmax_scale", "causal", "window_size", "softcap", "deterministic"} <= set(given)
@@ -85,7 +88,7 @@ def documents(given: dict[str, Any], side: str) -> list[int] | None:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, list[Kernel]]]:
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Puts recorded releases in the place of what is importable, and a GPU of theirs."""
 
     def install(*releases: dict[str, Any], capability: Any = None) -> dict[str, list[Kernel]]:
@@ -99,11 +102,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, list[Ker
         monkeypatch.setattr(
             flash_backends, "_functions", lambda modules: found.get(modules, "not installed")
         )
+        for release in releases:
+            if "_flash_attn_bwd" in release:
+                interface: Any = ModuleType("flash_attn.cute.interface")
+                interface._flash_attn_bwd = backward = lambda: None
+                backward.__signature__ = Kernel(release, "_flash_attn_bwd").signature  # type: ignore[attr-defined]
+                monkeypatch.setitem(sys.modules, interface.__name__, interface)
+        flash_backends._backward_takes_sinks.cache_clear()
         capability = capability or CAPABILITY[releases[0]["backend"]]
         monkeypatch.setattr(flash, "_capability", lambda device: capability)
         return kernels
 
-    return install
+    yield install
+    flash_backends._backward_takes_sinks.cache_clear()
 
 
 S, HEADS, KV = 9, 4, 2
@@ -118,7 +129,11 @@ CASES: dict[str, dict[str, Any]] = {
     "documents, padding, window": {"cu_seqlens": torch.tensor([0, 6, 7]), "window": (1, 0)},
     "softcap": {"softcap": 0.7, "causal": True, "window": (3, 0)},
     "slopes": {"alibi_slopes": SLOPES, "softcap": 0.7, "cu_seqlens": [0, 4, 9]},
+    "slopes, window": {"alibi_slopes": SLOPES, "causal": True, "window": (3, 0)},
     "sinks": {"sinks": SINKS, "causal": True, "window": (3, 0)},
+    "documents, deterministic": {"cu_seqlens": [0, 4, 9], "causal": True, "deterministic": True},
+    "dropout": {"dropout_p": 0.3, "causal": True},
+    "dropout, documents": {"dropout_p": 0.3, "cu_seqlens": [0, 4, 9], "deterministic": True},
 }
 
 
@@ -134,10 +149,17 @@ def test_every_argument_is_one_of_the_release(release, case, install) -> None:
         with pytest.raises(ParallelConfigError, match="it has no"):
             flash_attention(*halves, **options)
         return
+    if {"sinks", "softcap"} & options.keys() and release["release"] in TOO_OLD:
+        with pytest.raises(ParallelConfigError, match=r"older than 4\.0\.0b26"):
+            flash_attention(*halves, **options)
+        return
     out = flash_attention(*halves, **options)
     packed = "cu_seqlens" in options
     assert [kernel.calls for kernel in kernels] == [not packed, packed]
-    options.pop("deterministic", None)
+    given = kernels[packed].given
+    assert given["deterministic"] == options.pop("deterministic", False)
+    # What is dropped is the kernel's business, so that here nothing is.
+    assert given.get("dropout_p", 0.0) == options.pop("dropout_p", 0.0)
     expected = attention(*halves, **options)
     if packed:
         expected[:, int(options["cu_seqlens"][-1]) :] = 0
@@ -197,6 +219,26 @@ def test_the_choice_is_explained(capability, options, chosen, reasons, install) 
     for name, reason in reasons.items():
         assert reason in explanation.passed_over[name]
         assert f"{name} passed over: " in str(explanation)
+
+
+GIVEN = [  # on a GPU where FlashAttention-4 is preferred; whether an old one is passed over
+    ({"sinks": SINKS}, "no sinks"),
+    ({"softcap": 1.0}, "no softcap"),
+    ({"softcap": 1.0, "sinks": SINKS}, "no sinks and no softcap"),
+    ({"window": (3, 0), "deterministic": True}, ""),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), GIVEN, ids=str)
+@pytest.mark.parametrize("release", RELEASES[5:], ids=lambda release: release["release"])
+def test_an_old_one_is_passed_over_where_it_is_wrong(release, options, reason, install) -> None:
+    install(release)
+    explanation = explain_backend(capability=(10, 0), **options)
+    if reason and release["release"] in TOO_OLD:
+        assert f"older than 4.0.0b26: its backward pass has {reason}" in str(explanation)
+        assert explanation.chosen is None
+    else:
+        assert explanation.chosen == "FlashAttention-4"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks at a machine without a GPU")

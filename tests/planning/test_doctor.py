@@ -103,6 +103,9 @@ def test_apex_is_known_by_its_contents_not_its_name(tmp_path: Path) -> None:
     optimizers.mkdir(parents=True)
     assert not nvidia_apex([str(tmp_path / "b")])
     (optimizers / "__init__.py").write_text("from .fused_adam import FusedAdam\n")
+    (optimizers / "fused_adam.py").write_text("class FusedAdam: ...\n")
+    assert not nvidia_apex([str(tmp_path / "b")])
+    (optimizers / "fused_adam.py").write_text("class FusedAdam:\n    import amp_C\n")
     assert nvidia_apex([str(tmp_path / "b")])
     unrelated = replace(CPU, packages={**CPU.packages, "apex": "0.9.10"})
     assert not by_name(unrelated)["apex (NVIDIA's)"].usable

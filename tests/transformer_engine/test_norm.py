@@ -26,3 +26,14 @@ def test_built_with_our_arguments(kind: str, zero_centered: bool) -> None:
     assert [name for name, _ in norm.named_parameters()] == names
     expected = 0.0 if zero_centered else 1.0
     assert norm.weight.dtype == torch.bfloat16 and (norm.weight == expected).all()
+
+
+def test_its_adam_is_known_by_its_kernels() -> None:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from ulysses_mc.layers import fused
+
+    assert str(fused.adam_choice(FusedAdam)) == "TransformerEngine's FusedAdam"
+    decoy = type("FusedAdam", (), {"__module__": "transformer_engine"})
+    assert str(fused.adam_choice(decoy)).startswith("transformer_engine.FusedAdam, which is none")
+    assert str(fused.adam_in_use()) == "TransformerEngine's FusedAdam"  # what Megatron found

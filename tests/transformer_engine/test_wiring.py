@@ -157,6 +157,12 @@ REFUSED = [
         "flash: softmax_type='learnable'; fused: NVTE_FUSED_ATTN=0",
         {"NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
     ),
+    (
+        Case(1, 2, 4, 4, TE),
+        FP8 | dict(params_dtype=torch.bfloat16, fp8_dot_product_attention=True),
+        "in FP8 by DelayedScaling .no GPU. without a backend",
+        {"NVTE_FUSED_ATTN": "0"},
+    ),
 ]
 
 
