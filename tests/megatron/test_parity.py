@@ -54,41 +54,48 @@ LAYER_NORM = {
     "activation_func": torch.nn.functional.gelu,
 }
 
+
+def small(config: dict[str, Any], batch: int = 2, **sizes: Any) -> Setting:
+    """A layer for each of two pipeline stages, and two micro-batches. An interleaved pipeline takes
+    twice as much of both: with less, no backward pass comes before the last forward pass."""
+    return Setting(batch=batch, config={"num_layers": 2} | config, **sizes)
+
+
 SETTINGS = {
-    "ulysses2": Setting(cp=2, config=GQA),
-    "ulysses4": Setting(cp=4, config=MHA),
-    "ulysses8": Setting(cp=8, config=MHA),
-    "tp2-ulysses2": Setting(tp=2, cp=2, config=GQA),
-    "tp2-ulysses4": Setting(tp=2, cp=4, config=GQA),
-    "tp4-ulysses2-fewer-kv-than-tp": Setting(tp=4, cp=2, config=ONE_KV_PER_TENSOR_RANK),
-    "ulysses4-replicated-kv": Setting(cp=4, config=ONE_KV_PER_TENSOR_RANK),
-    "ulysses4-uneven": Setting(cp=4, config=UNEVEN),
-    "tp2-ulysses4-uneven": Setting(tp=2, cp=4, config=UNEVEN),
-    "ulysses2-dp2": Setting(cp=2, config=GQA),
-    "ulysses2-dp4-optimizer": Setting(cp=2, distributed_optimizer=True, config=GQA),
-    "pp2-ulysses2": Setting(pp=2, cp=2, config=GQA),
-    "tp2-pp2-ulysses2": Setting(tp=2, pp=2, cp=2, config=GQA),
-    "tp2-pp2-ulysses2-optimizer": Setting(tp=2, pp=2, cp=2, distributed_optimizer=True, config=GQA),
+    "ulysses2": small(cp=2, config=GQA),
+    "ulysses4": small(cp=4, config=MHA),
+    "ulysses8": small(cp=8, config=MHA),
+    "tp2-ulysses2": small(tp=2, cp=2, config=GQA),
+    "tp2-ulysses4": small(tp=2, cp=4, config=GQA),
+    "tp4-ulysses2-fewer-kv-than-tp": small(tp=4, cp=2, config=ONE_KV_PER_TENSOR_RANK),
+    "ulysses4-replicated-kv": small(cp=4, config=ONE_KV_PER_TENSOR_RANK),
+    "ulysses4-uneven": small(cp=4, config=UNEVEN),
+    "tp2-ulysses4-uneven": small(tp=2, cp=4, config=UNEVEN),
+    "ulysses2-dp2": small(cp=2, config=GQA),
+    "ulysses2-dp4-optimizer": small(cp=2, distributed_optimizer=True, batch=4, config=GQA),
+    "pp2-ulysses2": small(pp=2, cp=2, config=GQA),
+    "tp2-pp2-ulysses2": small(tp=2, pp=2, cp=2, config=GQA),
+    "tp2-pp2-ulysses2-optimizer": small(tp=2, pp=2, cp=2, distributed_optimizer=True, config=GQA),
     "interleaved-pp2-ulysses2": Setting(pp=2, vpp=2, cp=2, config=GQA),
     "interleaved-tp2-pp2-ulysses2": Setting(
         tp=2, pp=2, vpp=2, cp=2, distributed_optimizer=True, config=GQA
     ),
-    "tied-layernorm-pp2-ulysses2": Setting(pp=2, cp=2, tied=True, config=MHA | LAYER_NORM),
-    "tp2-ulysses2-tpsp": Setting(tp=2, cp=2, config=GQA | TP_SP),
-    "tp2-pp2-ulysses2-tpsp-optimizer": Setting(
+    "tied-layernorm-pp2-ulysses2": small(pp=2, cp=2, tied=True, config=MHA | LAYER_NORM),
+    "tp2-ulysses2-tpsp": small(tp=2, cp=2, config=GQA | TP_SP),
+    "tp2-pp2-ulysses2-tpsp-optimizer": small(
         tp=2, pp=2, cp=2, distributed_optimizer=True, config=GQA | TP_SP
     ),
-    "qknorm-tp2-ulysses2-tpsp": Setting(
+    "qknorm-tp2-ulysses2-tpsp": small(
         tp=2, cp=2, config=ONE_KV_PER_TENSOR_RANK | TP_SP | {"qk_layernorm": True}
     ),
-    "full-recompute-tp2-ulysses2": Setting(tp=2, cp=2, config=GQA | FULL_RECOMPUTE),
-    "selective-recompute-ulysses2": Setting(cp=2, config=GQA | SELECTIVE_RECOMPUTE),
-    "moe-ep2-ulysses2": Setting(cp=2, ep=2, config=GQA | MOE),
+    "full-recompute-tp2-ulysses2": small(tp=2, cp=2, config=GQA | FULL_RECOMPUTE),
+    "selective-recompute-ulysses2": small(cp=2, config=GQA | SELECTIVE_RECOMPUTE),
+    "moe-ep2-ulysses2": small(cp=2, ep=2, config=GQA | MOE),
     # Experts whole on a rank: else Megatron gathers unequal numbers of tokens, which gloo cannot.
-    "moe-tp2-ep2-ulysses2-tpsp": Setting(tp=2, cp=2, ep=2, etp=1, config=GQA | MOE | TP_SP),
-    "mla-pp2-ulysses2": Setting(pp=2, cp=2, config=MHA | MLA),
-    "window-every-second-layer-ulysses2": Setting(cp=2, config=GQA | EVERY_SECOND_LAYER),
-    "sinks-window-tp2-ulysses2": Setting(tp=2, cp=2, config=GQA | SINKS),
+    "moe-tp2-ep2-ulysses2-tpsp": small(tp=2, cp=2, ep=2, etp=1, config=GQA | MOE | TP_SP),
+    "mla-pp2-ulysses2": small(pp=2, cp=2, config=MHA | MLA),
+    "window-every-second-layer-ulysses2": small(cp=2, config=GQA | EVERY_SECOND_LAYER),
+    "sinks-window-tp2-ulysses2": small(tp=2, cp=2, config=GQA | SINKS),
 }
 WORLD_SIZES = {"ulysses2-dp2": 4, "ulysses2-dp4-optimizer": 8}
 
