@@ -2,6 +2,7 @@
 # make test        the whole test suite
 # make fuzz        5,000 random attention layers against attention in float64 (FUZZ_DRAWS, FUZZ_SEED)
 # Options: PYTHON=python3.12 VENV=.venv312 CONFIG=examples/configs/....yaml ARGS="--batch...=.."
+#          DATA=runs/data/mine (prepared data; a CONFIG names its own)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,7 +40,8 @@ $(DATA)/data.json: | $(VENV)/.installed-train
 	$(BIN)/python examples/prepare_data.py --output $(DATA)
 
 pretrain: $(VENV)/.installed-train $(DATA)/data.json
-	PATH="$(abspath $(BIN)):$$PATH" CONFIG="$(CONFIG)" examples/pretrain_gpt.sh $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" CONFIG="$(CONFIG)" examples/pretrain_gpt.sh \
+		$(if $(CONFIG),,--data.path '[$(DATA)/text]') $(ARGS)
 
 test: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest $(TESTS)

@@ -35,7 +35,7 @@ def run(config: Config, shape: RunShape) -> int:
     try:
         alone = only_run_in(Path(config.output), patience(config))
         minutes = config.parallel.distributed_timeout_minutes
-        with on_device(device), quiet(), watched(minutes), alone:
+        with quiet(), on_device(device), watched(minutes), alone:
             trainer = prepare(config, shape, device)
             signal.signal(signal.SIGTERM, trainer.stop_soon)
             complete = trainer.train()

@@ -115,6 +115,30 @@ def test_bad_input_is_one_clear_line(prepared: Path, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+DEFAULT_INPUT = """
+import json, prepare_data
+args = prepare_data.arguments([])
+files = prepare_data.find_files(args.input, args.patterns, args.exclude)
+print(json.dumps([str(args.input), [str(f.relative_to(args.input)) for f in files],
+                  sum(f.stat().st_size for f in files), args.max_mib]))
+"""
+
+
+def test_the_default_input_is_the_standard_library() -> None:
+    """What `make pretrain` reads: real text of some megabytes, on any machine."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEFAULT_INPUT],
+        cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder, files, size, most = json.loads(done.stdout)
+    assert folder == str(Path(os.__file__).parent)
+    assert {"os.py", "json/decoder.py"} <= set(files)
+    assert sum(name.endswith(".py") for name in files) > 300
+    assert 4 < size / 2**20 < most
+    assert not {"site-packages", "test", "tests"} & {part for f in files for part in Path(f).parts}
+
+
 def test_no_text_is_ever_replaced(tmp_path: Path) -> None:
     source, other = tmp_path / "texts" / "in", tmp_path / "other"
     for folder in (source, other):

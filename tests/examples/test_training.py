@@ -431,3 +431,87 @@ def test_the_hybrid_config_trains_as_on_one_rank(small_data: Path, tmp_path: Pat
     for kind in ("train", "valid"):
         assert losses(found[0], kind) == pytest.approx(losses(found[1], kind), rel=2e-6)
     assert losses(found[0])[6] < losses(found[0])[1]
+
+
+def train_unwired(argv: list[str]) -> str:
+    """With a layer spec of Megatron's that `with_ulysses` was not called for."""
+    from examples.pretraining import model
+    from tests.megatron.test_wiring import silent_spec
+    from ulysses_mc import ParallelConfigError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ParallelConfigError) as caught:
+        patch.setattr(model, "gpt_spec", lambda config, megatron, vp_stage: silent_spec(megatron))
+        train(argv)
+    return str(caught.value)
+
+
+def test_layers_that_are_not_wired_are_refused(small_data: Path, tmp_path: Path) -> None:
+    argv = [*SMALL, f"--data.path=[{small_data}/text]", f"--output={tmp_path}", *layout(ulysses=2)]
+    for message in run_ranks(2, train_unwired, argv, timeout=60):
+        assert "layers.0.self_attention.core_attention (Silent)" in message
+        assert "every core attention runs between the exchanges" in message
+
+
+def train_each(argv: list[str], variants: dict[str, list[str]]) -> dict[str, Any]:
+    """For each variant: its log, calls of attention and of MLPs, and what it does early.
+
+    Early: gradients are reduced during backward, parameters gathered in forward.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from examples.pretraining import config, preflight, run
+    from ulysses_mc.parallel_state import destroy_model_parallel
+
+    device, found = torch.device("cpu"), {}
+    for name, options in variants.items():
+        calls = {"core_attention": 0, "mlp": 0}
+
+        def count(module: Any, _: Any, calls: dict[str, int] = calls) -> None:
+            calls[module.called] += module.training
+
+        destroy_model_parallel()
+        settings = config.parse([*argv, *options]).config
+        with run.on_device(device), run.quiet():
+            trainer = run.prepare(settings, preflight.check(settings, 2), device)
+            for path, module in trainer.model[0].named_modules():
+                if (last := path.rpartition(".")[2]) in calls:
+                    module.called = last
+                    module.register_forward_pre_hook(count)
+            ddp = trainer.model[0]
+            early = ddp.bucket_groups[0].ddp_config.overlap_grad_reduce, ddp.use_forward_hook
+            trainer.train()
+        dist.barrier()  # all files are written
+        found[name] = (
+            trainer.log.records() if trainer.log is not None else [], tuple(calls.values()), early,
+        )  # fmt: skip
+    return found
+
+
+def test_recomputing_and_overlapping_change_no_loss(small_data: Path, tmp_path: Path) -> None:
+    """Bit by bit, with dropout, gradients accumulated, and weights saved and evaluated between."""
+    argv = [*SMALL, *layout(ulysses=2), f"--data.path=[{small_data}/text]", *DROPOUT[:3],
+            "--training.train_iters=3"]  # fmt: skip
+    both = ["--optimizer.overlap_grad_reduce=true", "--optimizer.overlap_param_gather=true"]
+    variants = {
+        "plain": [],
+        "selective": ["--model.recompute=selective", "--checkpoint.interval=0"],
+        "full": ["--model.recompute=full", "--checkpoint.interval=0"],
+        "overlap": both,
+    }
+    for name, options in variants.items():
+        options.append(f"--output={tmp_path / name}")
+    found = run_ranks(2, train_each, argv, variants, timeout=120)[0]
+    plain, calls, _ = found["plain"]
+    assert sorted(losses(plain)) == [1, 2, 3] and sorted(losses(plain, "valid")) == [3]
+    for records, *_ in found.values():
+        for kind in ("train", "valid"):
+            assert losses(records, kind) == losses(plain, kind)
+        assert [r.get("grad_norm") for r in records] == [r.get("grad_norm") for r in plain]
+    attention, mlp = calls
+    assert attention == mlp == 3 * 4 * 2  # steps, micro-batches, layers
+    assert found["selective"][1] == (2 * attention, mlp)
+    assert found["full"][1] == (2 * attention, 2 * mlp)
+    assert found["plain"][2] == (False, False) and found["overlap"][2] == (True, True)
+    saved = [tmp_path / name / "checkpoints/iter_0000003" for name in ("plain", "overlap")]
+    assert_same_contents(*(run_ranks(1, contents, path, timeout=60)[0] for path in saved))

@@ -246,6 +246,23 @@ def test_row_05_what_is_not_wired_is_named(
     run_ranks(2, check, names, wire, dropout, embedding)
 
 
+def around_a_ring() -> str:
+    """Without the refusal a ulysses_parallel_size of 1 would let any attention pass."""
+    from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
+
+    with megatron_on_cpu():
+        state = initialize_model_parallel(ParallelConfig(ring_parallel_size=2))
+        with pytest.raises(ParallelConfigError) as caught:
+            check_wired(gpt_chunks(Setting(cp=2), silent_spec), state)
+        return str(caught.value)
+
+
+def test_a_model_around_a_ring_is_refused() -> None:
+    for message in run_ranks(2, around_a_ring):
+        assert "ring_parallel_size=2." in message and "no ring attention yet" in message
+        assert "ring_parallel_size 1 with ulysses_parallel_size 2" in message
+
+
 def another_grid(destroyed: bool) -> str:
     """A model over ranks [0, 1] and [2, 3], checked against a grid of [0, 2] and [1, 3]."""
     from ulysses_mc.parallel_state import (
