@@ -46,6 +46,7 @@ class Setting:
     config: dict[str, Any] = field(default_factory=dict)  # TransformerConfig, where it differs
     positions: str = "rope"
     tied: bool = False
+    pattern: str | None = None  # the layers of a hybrid model, in place of a GPT
 
     def initialize(self) -> None:
         from megatron.core import parallel_state

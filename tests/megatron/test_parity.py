@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.megatron.gathering import Step, comparable, set_weights, steps_of
-from tests.megatron.small_gpt import MLA, Setting, Trainer, gpt_chunks, local_spec
+from tests.megatron.small_gpt import MLA, Setting, Trainer, gpt_chunks, hybrid_chunks, local_spec
 from tests.support.pool import run_ranks
 from ulysses_mc import megatron_on_cpu
 
@@ -52,6 +52,7 @@ MOE = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
 }
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 LAYER_NORM = {
     "normalization": "LayerNorm",
     "add_bias_linear": True,
@@ -102,6 +103,11 @@ SETTINGS = {
         tp=2, cp=2, ep=2, etp=1, batch=4, micro_batch=2, config=GQA | MOE | TP_SP
     ),
     "mla-pp2-ulysses2": small(pp=2, cp=2, config=MHA | MLA),
+    "mtp-tp2-ulysses2": small(tp=2, cp=2, config=GQA | MTP),
+    # Attention, MLP, experts. (After the last layer 0.16 and 0.19 have no norm for TP-SP on a CPU,
+    # and experts with tensor parallelism ask for TP-SP.)
+    "hybrid-ulysses2": small(cp=2, pattern="*-*E", config=GQA | MOE | {"num_layers": 4}),
+    "hybrid-tp2-ulysses2": small(tp=2, cp=2, pattern="*-", config=GQA),
     "window-every-second-layer-ulysses2": small(cp=2, config=GQA | EVERY_SECOND_LAYER),
     "sinks-window-tp2-ulysses2": small(tp=2, cp=2, config=GQA | SINKS),
 }
@@ -112,7 +118,11 @@ def train(setting: Setting, core: str) -> list[Step]:
     setting = comparable(setting)
     with megatron_on_cpu():
         setting.initialize()
-        chunks = gpt_chunks(setting, functools.partial(spec, core=core))
+        chunks = (
+            hybrid_chunks(setting, hybrid_stack, setting.pattern)
+            if setting.pattern
+            else gpt_chunks(setting, functools.partial(spec, core=core))
+        )
         set_weights(chunks)
         trainer = Trainer(setting, chunks)
         return steps_of(trainer, chunks, STEPS)
@@ -129,6 +139,13 @@ def spec(config: Any, core: str) -> Any:
     if config.virtual_pipeline_model_parallel_size:  # a block's spec would be one chunk's
         return with_ulysses(with_norm(local_spec(config)), inside)
     return gpt_block_local(config, core=inside)
+
+
+def hybrid_stack(config: Any) -> Any:
+    """One rank's attention is PyTorch's: our stack has no other without TransformerEngine."""
+    from ulysses_mc.layers import specs
+
+    return specs.hybrid_stack_local
 
 
 @functools.cache
