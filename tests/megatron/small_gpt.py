@@ -39,12 +39,14 @@ class Setting:
     overlap_grad_reduce: bool = False
     bf16: bool = False
     batch: int = 4  # sequences of the global batch
+    micro_batch: int = 1  # sequences that a rank takes at a time
     clip_grad: float = 1.0
     lr: float = 1e-2
     adam_eps: float = 1e-8
     config: dict[str, Any] = field(default_factory=dict)  # TransformerConfig, where it differs
     positions: str = "rope"
     tied: bool = False
+    pattern: str | None = None  # the layers of a hybrid model, in place of a GPT
 
     def initialize(self) -> None:
         from megatron.core import parallel_state
@@ -220,15 +222,15 @@ class Trainer:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        micro_batches = self.setting.batch // parallel_state.get_data_parallel_world_size()
+        own = self.setting.batch // parallel_state.get_data_parallel_world_size()
         data = [self.batches(self.setting, step) for _ in self.model]
         reports = get_forward_backward_func()(
             forward_step_func=self.forward_step,
             data_iterator=data if self.setting.vpp else data[0],
             model=self.model if self.setting.vpp else self.model[0],
-            num_microbatches=micro_batches,
+            num_microbatches=own // self.setting.micro_batch,
             seq_length=SEQUENCE,
-            micro_batch_size=1,
+            micro_batch_size=self.setting.micro_batch,
             decoder_seq_length=SEQUENCE,
         )
         total = torch.zeros(2)
@@ -258,17 +260,17 @@ def tokens_of(step: int, batch: int) -> torch.Tensor:
 
 
 def batches(setting: Setting, step: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This data-parallel rank's micro-batches of one sequence, context-parallel ranks cut."""
+    """This data-parallel rank's micro-batches, context-parallel ranks cut."""
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_data_parallel_world_size()
     own = setting.batch // ranks
     start = parallel_state.get_data_parallel_rank() * own
-    for row in tokens_of(step, setting.batch)[start : start + own]:
+    for rows in tokens_of(step, setting.batch)[start : start + own].split(setting.micro_batch):
         batch = {
-            "tokens": row[None, :-1],
-            "labels": row[None, 1:],
-            "position_ids": torch.arange(SEQUENCE)[None],
+            "tokens": rows[:, :-1],
+            "labels": rows[:, 1:],
+            "position_ids": torch.arange(SEQUENCE).expand(len(rows), -1),
         }
         yield {name: zigzag(tensor, 1) for name, tensor in batch.items()}
 

@@ -31,6 +31,7 @@ class Case:
     window: tuple[int, int] | None = None
     bias: bool = False
     sinks: bool = False
+    off_by_one: bool = False  # of Megatron's softmax: a sink of 0 in every head, not learned
     bounds: tuple[int, ...] | None = None  # packed documents
     value_dim: int = D
     mask_type: str = "causal"  # Megatron's AttnMaskType
@@ -39,6 +40,12 @@ class Case:
     @property
     def ranks(self) -> int:
         return self.tp * self.cp
+
+    @property
+    def softmax_type(self) -> str:
+        if self.off_by_one:
+            return "off-by-one"
+        return "learnable" if self.sinks else "vanilla"
 
 
 def build_core(case: Case, **config: Any) -> Any:
@@ -56,7 +63,7 @@ def build_core(case: Case, **config: Any) -> Any:
         num_query_groups=case.kv_heads,
         window_size=case.window,
         params_dtype=torch.float64,
-        softmax_type="learnable" if case.sinks else "vanilla",
+        softmax_type=case.softmax_type,
     )
     return build_module(
         ModuleSpec(module=UlyssesCoreAttention, params={"core": core_of(case.core)}),
@@ -110,25 +117,31 @@ def hidden_first_key() -> torch.Tensor:
 
 def right_values(case: Case, inputs: dict[str, torch.Tensor]) -> oracle.Gradients:
     allowed = None if case.mask == "none" else ~hidden_first_key()
+    sinks = torch.zeros(case.heads) if case.off_by_one else inputs.get("sinks")
     return oracle.attention_gradients(
         inputs["query"],
         inputs["key"],
         inputs["value"],
         inputs["gradient"],
-        causal=True,
+        causal=case.mask_type != "no_mask",
         scale=0.3,
         allowed=allowed,
         window=case.window,
         bias=inputs.get("bias"),
-        sinks=inputs.get("sinks"),
+        sinks=sinks,
         cu_seqlens=case.bounds,
     )
 
 
-def check_core(case: Case) -> None:
+def check_core(*cases: Case) -> None:
+    """Cases of one grid, one after another."""
     with megatron_on_cpu():
-        Setting(tp=case.tp, cp=case.cp).initialize()
-        compare(case, build_core(case))
+        Setting(tp=cases[0].tp, cp=cases[0].cp).initialize()
+        for case in cases:
+            try:
+                compare(case, build_core(case))
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
 
 
 def compare(case: Case, core: Any) -> None:
@@ -197,6 +210,9 @@ def test_heads(core: str, tp: int, cp: int, heads: int, kv_heads: int) -> None:
         Case(2, 2, 8, 4, "sdpa", sinks=True),
         Case(2, 2, 8, 4, "DotProductAttention", sinks=True),
         Case(1, 2, 4, 2, "sdpa", bounds=(0, 4, 12, 16)),
+        Case(1, 2, 4, 2, "DotProductAttention", mask_type="no_mask"),
+        Case(1, 2, 4, 2, "sdpa", mask_type="no_mask"),
+        Case(1, 2, 4, 2, "DotProductAttention", off_by_one=True),
         Case(1, 2, 4, 4, "DotProductAttention", value_dim=3),
         Case(1, 2, 4, 4, "sdpa", value_dim=3),
     ],

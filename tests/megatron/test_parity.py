@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.megatron.gathering import Step, comparable, set_weights, steps_of
-from tests.megatron.small_gpt import MLA, Setting, Trainer, gpt_chunks, local_spec
+from tests.megatron.small_gpt import MLA, Setting, Trainer, gpt_chunks, hybrid_chunks, local_spec
 from tests.support.pool import run_ranks
 from ulysses_mc import megatron_on_cpu
 
@@ -24,6 +24,7 @@ pytestmark = [
 ]
 pytest.importorskip("megatron.core")
 
+OLD = version("megatron-core").startswith("0.16")
 STEPS = 5
 TOLERANCE = 2e-5  # relative to the largest element, float32
 
@@ -37,16 +38,21 @@ FULL_RECOMPUTE = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+SELECTIVE_RECOMPUTE = {
+    "recompute_granularity": "selective",
+    # For norms megatron-core 0.16 asks for a name of TransformerEngine's, there or not.
+    "recompute_modules": ["core_attn", "mlp"] + ["layernorm"] * (not OLD),
+}
 SINKS = {"softmax_type": "learnable", "window_size": (5, 0)}
 EVERY_SECOND_LAYER = {"window_size": (5, 0), "window_attn_skip_freq": 2}
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.1,
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
 }
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 LAYER_NORM = {
     "normalization": "LayerNorm",
     "add_bias_linear": True,
@@ -90,10 +96,18 @@ SETTINGS = {
     ),
     "full-recompute-tp2-ulysses2": small(tp=2, cp=2, config=GQA | FULL_RECOMPUTE),
     "selective-recompute-ulysses2": small(cp=2, config=GQA | SELECTIVE_RECOMPUTE),
-    "moe-ep2-ulysses2": small(cp=2, ep=2, config=GQA | MOE),
+    # Two sequences at a time: with one, a batch's balance is the balance of a sequence.
+    "moe-pp2-ep2-ulysses2": small(pp=2, cp=2, ep=2, batch=4, micro_batch=2, config=GQA | MOE),
     # Experts whole on a rank: else Megatron gathers unequal numbers of tokens, which gloo cannot.
-    "moe-tp2-ep2-ulysses2-tpsp": small(tp=2, cp=2, ep=2, etp=1, config=GQA | MOE | TP_SP),
+    "moe-tp2-ep2-ulysses2-tpsp": small(
+        tp=2, cp=2, ep=2, etp=1, batch=4, micro_batch=2, config=GQA | MOE | TP_SP
+    ),
     "mla-pp2-ulysses2": small(pp=2, cp=2, config=MHA | MLA),
+    "mtp-tp2-ulysses2": small(tp=2, cp=2, config=GQA | MTP),
+    # Attention, MLP, experts. (After the last layer 0.16 and 0.19 have no norm for TP-SP on a CPU,
+    # and experts with tensor parallelism ask for TP-SP.)
+    "hybrid-ulysses2": small(cp=2, pattern="*-*E", config=GQA | MOE | {"num_layers": 4}),
+    "hybrid-tp2-ulysses2": small(tp=2, cp=2, pattern="*-", config=GQA),
     "window-every-second-layer-ulysses2": small(cp=2, config=GQA | EVERY_SECOND_LAYER),
     "sinks-window-tp2-ulysses2": small(tp=2, cp=2, config=GQA | SINKS),
 }
@@ -104,7 +118,11 @@ def train(setting: Setting, core: str) -> list[Step]:
     setting = comparable(setting)
     with megatron_on_cpu():
         setting.initialize()
-        chunks = gpt_chunks(setting, functools.partial(spec, core=core))
+        chunks = (
+            hybrid_chunks(setting, hybrid_stack, setting.pattern)
+            if setting.pattern
+            else gpt_chunks(setting, functools.partial(spec, core=core))
+        )
         set_weights(chunks)
         trainer = Trainer(setting, chunks)
         return steps_of(trainer, chunks, STEPS)
@@ -121,6 +139,13 @@ def spec(config: Any, core: str) -> Any:
     if config.virtual_pipeline_model_parallel_size:  # a block's spec would be one chunk's
         return with_ulysses(with_norm(local_spec(config)), inside)
     return gpt_block_local(config, core=inside)
+
+
+def hybrid_stack(config: Any) -> Any:
+    """One rank's attention is PyTorch's: our stack has no other without TransformerEngine."""
+    from ulysses_mc.layers import specs
+
+    return specs.hybrid_stack_local
 
 
 @functools.cache
@@ -158,13 +183,13 @@ def assert_same(expected: list[Step], found: list[Step]) -> None:
 
 
 def auxiliary_loss_whole(setting: Setting) -> Setting:
-    """With the coefficient that keeps the experts' auxiliary loss as on one rank: megatron-core
-    0.16 scales that loss by the tokens of a rank, which TP-SP cuts too (README, Limits)."""
-    coefficient = setting.config.get("moe_aux_loss_coeff")
-    if coefficient is None or not version("megatron-core").startswith("0.16"):
+    """With the coefficients that keep the experts' auxiliary losses as on one rank: megatron-core
+    0.16 scales them by the tokens of a rank, which TP-SP cuts too (README, Limits)."""
+    coefficients = setting.config.get("moe_aux_loss_coeff")
+    if coefficients is None or not OLD:
         return setting
     ranks = setting.cp * (setting.tp if setting.config.get("sequence_parallel") else 1)
-    scaled = {"moe_aux_loss_coeff": coefficient * ranks}
+    scaled = {"moe_aux_loss_coeff": [coefficient * ranks for coefficient in coefficients]}
     return replace(setting, config=setting.config | scaled)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.small_gpt import MLA, Setting, Trainer, gpt_chunks, hybrid_chunks, local_spec
+from tests.megatron.small_gpt import MLA, Setting, Trainer, gpt_chunks, local_spec
 from tests.support.pool import run_ranks
 from ulysses_mc import megatron_on_cpu
 
@@ -50,20 +50,6 @@ def train(
             sharpen(chunk)
             wire_dropout(chunk)
         return Trainer(setting, chunks).train(steps)
-
-
-def train_hybrid(setting: Setting, steps: int) -> list[tuple[float, float]]:
-    with megatron_on_cpu():
-        setting.initialize()
-        chunks = hybrid_chunks(setting, hybrid_stack, PATTERN)
-        sharpen(chunks[0])
-        return Trainer(setting, chunks).train(steps)
-
-
-def hybrid_stack(config: Any) -> Any:
-    from ulysses_mc.layers import specs
-
-    return specs.hybrid_stack_local
 
 
 def sharpen(model: torch.nn.Module) -> None:
@@ -133,23 +119,6 @@ def test_pipelines() -> None:
     """Stages draw their own weights, so that the number of stages stays."""
     setting = Setting(pp=2, vpp=2, config=GQA)
     assert_same(losses(replace(setting, cp=2), around_the_specs_core), losses(setting, local_spec))
-
-
-def test_multi_token_prediction() -> None:
-    config = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.5)
-    right = losses(Setting(config=config), local_spec)
-    assert_same(losses(Setting(cp=2, config=config), around_the_specs_core), right)
-
-
-PATTERN = "*-*E"  # attention, MLP, attention, MoE
-
-
-def test_hybrid_stack() -> None:
-    config = dict(num_moe_experts=4, moe_router_topk=2)
-    right = run_ranks(1, train_hybrid, Setting(config=config), 3, timeout=120)[0]
-    found = run_ranks(2, train_hybrid, Setting(cp=2, config=config), 3, timeout=120)
-    for rank in found:
-        assert_same(torch.tensor(rank), torch.tensor(right))
 
 
 MOE = dict(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall")

@@ -29,21 +29,29 @@ def test_heads(kind: str, tp: int, cp: int) -> None:
     run_ranks(case.ranks, check_core, case)
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
+OPTIONS: list[dict[str, Any]] = [
+    dict(mask_type="no_mask"),
+    dict(window=(3, 0)),
+    dict(bias=True),
+    dict(bias=True, mask_type="no_mask"),
+    dict(sinks=True, tolerance=1e-6),  # TransformerEngine takes them in float32
+    dict(sinks=True, window=(3, 0), tolerance=1e-6),
+    dict(off_by_one=True, tolerance=1e-6),
+    dict(mask="whole", mask_type="arbitrary"),
+    dict(mask="rows", mask_type="arbitrary"),
+    dict(value_dim=3),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(window=(3, 0)),
-        dict(bias=True),
-        dict(sinks=True, tolerance=1e-6),  # TransformerEngine takes them in float32
-        dict(sinks=True, window=(3, 0), tolerance=1e-6),
-        dict(mask="whole", mask_type="arbitrary"),
-        dict(mask="rows", mask_type="arbitrary"),
-        dict(value_dim=3),
-    ],
-    ids=str,
+    ("tp", "cp", "heads", "kv_heads"),
+    [(1, 2, 8, 4), (2, 2, 8, 2), (1, 4, 12, 6), (2, 4, 12, 6)],
+    ids=["even", "tp-replicated-kv", "irregular", "tp-uneven"],
 )
-def test_options(tp: int, cp: int, options: dict[str, Any]) -> None:
-    kv_heads = 8 if "value_dim" in options else 4
-    case = Case(tp, cp, 8, kv_heads, TE, **options)
-    run_ranks(case.ranks, check_core, case)
+@pytest.mark.filterwarnings("ignore:uneven")
+def test_options(tp: int, cp: int, heads: int, kv_heads: int) -> None:
+    cases = [
+        Case(tp, cp, heads, heads if "value_dim" in options else kv_heads, TE, **options)
+        for options in OPTIONS
+    ]
+    run_ranks(tp * cp, check_core, *cases)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.megatron.small_gpt import Setting, gpt_chunks
+from tests.megatron.small_gpt import Setting, gpt_chunks, hybrid_chunks
 from tests.megatron.test_core_attention import Case, build_core, compare
 from tests.support.pool import run_ranks
 from ulysses_mc import ParallelConfigError, megatron_on_cpu
@@ -199,3 +199,45 @@ def deterministic_without_the_switch() -> None:
 
 def test_megatrons_own_errors_come_when_built() -> None:
     run_ranks(2, deterministic_without_the_switch)
+
+
+# -- layers that carry a state from token to token ----------------------------------------------
+
+MIXERS = dict(
+    num_layers=1, hidden_size=64, mamba_num_heads=8, mamba_state_dim=16, mamba_head_dim=8,
+    mamba_num_groups=2, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    linear_num_key_heads=4, linear_num_value_heads=4,
+    deterministic_mode=True,  # linear attention by PyTorch's operations
+)  # fmt: skip
+
+
+def megatrons_mixers_are_refused() -> None:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm.gated_delta_net import common as delta_net
+
+    from ulysses_mc.layers import check_wired, with_ulysses
+    from ulysses_mc.parallel_state import ParallelConfig, initialize_model_parallel
+
+    with megatron_on_cpu():
+        state = initialize_model_parallel(ParallelConfig(ulysses_parallel_size=2))
+        setting = Setting(cp=2, config=MIXERS)
+        setting.seed()
+        for pattern, mixer in (
+            ("M", r"layers\.0\.mixer \(MambaMixer\)"),
+            ("G", r"layers\.0\.self_attention \(GatedDeltaNet\)"),
+        ):
+            # The kernels that they ask for when built need a GPU, and are used in the forward pass.
+            with (
+                patch.object(mamba_mixer, "HAVE_MAMBA_SSM", True),
+                patch.object(delta_net, "HAVE_FLA", True),
+            ):
+                chunks = hybrid_chunks(
+                    setting, lambda config: with_ulysses(hybrid_stack_spec), pattern
+                )
+            with pytest.raises(ParallelConfigError, match=mixer):
+                check_wired(chunks, state)
+
+
+def test_megatrons_mixers_are_refused() -> None:
+    run_ranks(2, megatrons_mixers_are_refused, env={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"})
