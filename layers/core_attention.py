@@ -122,6 +122,18 @@ class UlyssesCoreAttention(GroupMember, MegatronModule):
             self.options = local_attention_options(config, layer_number, softmax_scale)
         keep_core_keys(self)
 
+    @property
+    def hidden_size_per_attention_head_v(self) -> int:
+        """TransformerEngine's: Megatron's multi-latent attention sets it where it pads the values
+        of packed documents. A core without it has none."""
+        size: int = self.inner.hidden_size_per_attention_head_v  # type: ignore[union-attr]
+        return size
+
+    @hidden_size_per_attention_head_v.setter
+    def hidden_size_per_attention_head_v(self, size: int) -> None:
+        assert self.inner is not None
+        self.inner.hidden_size_per_attention_head_v = size
+
     def forward(
         self,
         query: torch.Tensor,
@@ -140,6 +152,7 @@ class UlyssesCoreAttention(GroupMember, MegatronModule):
             key, value: [s_r, b, k, d] and [s_r, b, k, d_v], or packed.
             attention_mask: [b or 1, h or 1, s_r or s or 1, s], True = masked out. Rows of the
                 rank's own tokens (as Megatron cuts them) are gathered: one more collective.
+                TransformerEngine's attention reads none with a causal or no-mask type.
             attn_mask_type: the one given when built if None.
             attention_bias: [b or 1, h or 1, s, s], added to the logits.
             packed_seq_params: what `packed_seq_params` makes, or Megatron's own with the

@@ -33,7 +33,8 @@ def call_inner(
         tensors, shape = [tensor.squeeze(1) for tensor in tensors], [shape[0], shape[2]]
         kwargs = dict(kwargs, packed_seq_params=documents)
     if bias is not None:
-        kwargs = dict(kwargs, attention_bias=bias)
+        four = bias.view(*[1] * (4 - bias.dim()), *bias.shape)  # TransformerEngine asks for it
+        kwargs = dict(kwargs, attention_bias=four)
     if offset is not None:
         vars(inner)["softmax_offset"] = offset
     out: torch.Tensor = inner(*tensors, mask, attn_mask_type=mask_type, **kwargs)

@@ -92,12 +92,20 @@ def documents_of(params: Any, size: int) -> PackedDocuments | None:
     """`params` of any kind as ours; Megatron's own are read from the device, at every layer.
 
     Raises:
-        ParallelConfigError: documents that Megatron's order cannot cut, or whose keys are others.
+        ParallelConfigError: documents that Megatron's order cannot cut, or whose keys are others,
+            or of a format that does not say so.
     """
     if params is None or isinstance(params, PackedDocuments):
         return params
-    if params.qkv_format != "thd" or params.cu_seqlens_q is None:
+    if params.cu_seqlens_q is None:
         return None
+    if params.qkv_format != "thd":
+        raise ParallelConfigError(
+            f"PackedSeqParams with cu_seqlens_q and qkv_format {params.qkv_format!r}.",
+            rule="Megatron takes documents for packed with qkv_format 'thd' only, and would let "
+            "them see each other",
+            nearest="qkv_format='thd'; or ulysses_mc.layers.packed_seq_params(cu_seqlens, layout).",
+        )
     query, key = (
         [getattr(params, f"cu_seqlens_{of}{padded}") for padded in ("", "_padded")]
         for of in ("q", "kv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -80,6 +81,15 @@ def with_norm(spec: Spec, norm: Any = Norm) -> Spec:
 
 def _wired(value: Any, core: Any, uneven_heads: bool) -> Any:
     """A core attention inside the exchange: the spec's own, or `core`."""
+    if inspect.isfunction(value):  # in a spec, one that builds a core attention
+        if core is None:
+            raise ParallelConfigError(
+                f"with_ulysses of a spec whose core_attention is the function {value!r:.100}.",
+                rule="what shall run between the exchanges is known before it is built",
+                nearest="the class that the function builds, or a ModuleSpec of it, in the spec or "
+                "as with_ulysses(spec, core=...).",
+            )
+        value = resolve_core(core).spec or core
     given = resolve_core(value)
     if not _is_wired(given):
         params = {"core": value if core is None else core, "uneven_heads": uneven_heads}

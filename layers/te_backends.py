@@ -78,7 +78,8 @@ def attention_recipe(config: Any) -> str:
 
 def passed_over(config: Any, machine: Machine, recipe: str) -> dict[str, str]:
     """Why each backend cannot do it; '' if it can, as far as is known."""
-    half = config.bf16 or config.fp16 or config.params_dtype in _HALF
+    autocast = config.autocast_dtype if config.enable_autocast else None
+    half = config.bf16 or config.fp16 or config.params_dtype in _HALF or autocast in _HALF
     not_half = "" if half else f"{config.params_dtype} is not a 16-bit type"
     softmax_type = getattr(config, "softmax_type", "vanilla")
     sinks = "" if softmax_type == "vanilla" else f"softmax_type={softmax_type!r}"

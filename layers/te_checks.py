@@ -31,14 +31,6 @@ def _check_fp8(config: Any, layout: HeadLayout) -> None:
             nearest="fp8_dot_product_attention=True (converted after the exchange), or "
             "ulysses_parallel_size 1.",
         )
-    idle = sum(not heads for heads in layout.query_heads)
-    if idle:
-        raise ParallelConfigError(
-            f"fp8={config.fp8!r} with ulysses_parallel_size={size}.",
-            f"{layout.local_heads} query heads over {size} ranks leave {idle} without any.",
-            "FP8 scales are reduced over all ranks, layer by layer: every rank has an attention",
-            f"ulysses_parallel_size of at most {layout.local_heads}, or no fp8.",
-        )
 
 
 def _check_backends(config: Any) -> None:

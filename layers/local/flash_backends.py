@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-_COMMON = frozenset({"scale", "window", "cu_seqlens", "cu_seqlens_kv", "softcap", "deterministic"})
+_COMMON = frozenset(
+    {"causal", "scale", "window", "cu_seqlens", "cu_seqlens_kv", "softcap", "deterministic"}
+)
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,7 @@ CHOICES = [
     ),
     ((9, 0), {"dtype": torch.float32}, None, {"FlashAttention-2": "neither float16 nor"}),
     ((10, 0), {"head_dim": 256}, "FlashAttention-2", {"FlashAttention-4": "256 is above 128"}),
+    ((9, 0), {"causal": True}, "FlashAttention-3", {}),
     ((10, 0), {"head_dim": 192, "value_head_dim": 128}, "FlashAttention-4", {}),
     ((7, 5), {}, None, {"FlashAttention-2": "the GPU has 7.5"}),
 ]

@@ -206,6 +206,9 @@ def what_does_not_fit() -> None:
         theirs.cu_seqlens_kv = torch.tensor([0, 2, 8], dtype=torch.int32)
         with pytest.raises(ParallelConfigError, match="the same in self-attention"):
             attention(*thd, packed_seq_params=theirs)
+        theirs = PackedSeqParams(cu_seqlens_q=local, cu_seqlens_kv=local)
+        with pytest.raises(ParallelConfigError, match="qkv_format None"):
+            attention(*(tensor.unsqueeze(1) for tensor in thd), packed_seq_params=theirs)
         odd = torch.tensor([0, 6, 16], dtype=torch.int32)
         theirs = PackedSeqParams(qkv_format="thd", cu_seqlens_q=odd, cu_seqlens_kv=odd)
         with pytest.raises(ParallelConfigError, match=r"6 % \(2 x 2\)"):

@@ -169,6 +169,25 @@ def test_what_cannot_be_called_as_attention_is_refused_when_the_spec_is_made() -
     assert inner.spec.params == {"softmax_scale": 0.5}
 
 
+def builds_a_core(**arguments: Any) -> Any:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    return DotProductAttention(**arguments)
+
+
+def test_a_function_that_builds_the_core_is_refused() -> None:
+    """Megatron-core 0.19 takes one; which core it builds is not known before."""
+    from dataclasses import replace
+
+    given = local_spec(config())
+    attention = copy.copy(given.submodules.self_attention)
+    attention.submodules = replace(attention.submodules, core_attention=builds_a_core)
+    with pytest.raises(ParallelConfigError, match=r"builds_a_core.*\n.*known before it is built"):
+        with_ulysses(attention)
+    wired = with_ulysses(attention, core="sdpa")
+    assert wired.submodules.core_attention.params["core"] == "sdpa"
+
+
 def test_specs_in_a_dict_are_wired() -> None:
     spec = local_spec(config())
     changed = with_ulysses([spec, {"other": spec}])

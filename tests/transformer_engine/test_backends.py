@@ -28,6 +28,9 @@ FP8 = dict(fp8="hybrid", fp8_dot_product_attention=True)
 RECIPES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "float32": dict(bf16=False, params_dtype=torch.float32),
+    "autocast": dict(
+        bf16=False, params_dtype=torch.float32, enable_autocast=True, autocast_dtype=torch.bfloat16
+    ),
     "linear layers only": dict(fp8="hybrid", fp8_recipe="tensorwise"),
     "delayed": FP8 | dict(fp8_recipe="delayed"),
     "tensorwise": FP8 | dict(fp8_recipe="tensorwise"),
@@ -87,7 +90,7 @@ def choice_on(monkeypatch: pytest.MonkeyPatch) -> Any:
         installed.v3_is_installed = 3 in given.flash
         installed.v4_is_installed = 4 in given.flash
         params = utils.AttentionParams(
-            qkv_dtype=config.params_dtype,
+            qkv_dtype=config.autocast_dtype if config.enable_autocast else config.params_dtype,
             qkv_layout="sbhd_sbhd_sbhd",
             attn_mask_type="causal",
             window_size=config.window_size or (-1, 0),

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.megatron.small_gpt import Setting, gpt_chunks, hybrid_chunks
+from tests.megatron.small_gpt import (
+    MLA,
+    SEQUENCE,
+    Setting,
+    gpt_chunks,
+    hybrid_chunks,
+    local_spec,
+    tokens_of,
+)
 from tests.megatron.test_core_attention import Case, build_core, compare
 from tests.support.pool import run_ranks
-from ulysses_mc import ParallelConfigError, megatron_on_cpu
+from ulysses_mc import ParallelConfigError, SequenceLayout, megatron_on_cpu
 
 pytestmark = [
     pytest.mark.megatron,
@@ -149,7 +159,6 @@ def refused(case: Case, config: dict[str, Any], says: str) -> None:
 FP8 = dict(fp8="hybrid")
 REFUSED = [
     (Case(1, 2, 4, 4, TE), FP8 | dict(fp8_multi_head_attention=True), "one scale", {}),
-    (Case(1, 4, 2, 2, TE), FP8, "2 without any", {}),
     (Case(1, 2, 4, 4, TE), {}, "not a 16-bit type", {"NVTE_UNFUSED_ATTN": "0"}),
     (
         Case(1, 2, 4, 4, TE, sinks=True),
@@ -172,6 +181,56 @@ def test_refused_when_built(
     case: Case, config: dict[str, Any], says: str, env: dict[str, str]
 ) -> None:
     run_ranks(case.ranks, refused, case, config, says, env=env)
+
+
+def built_with_fp8() -> None:
+    with megatron_on_cpu():
+        Setting(cp=2).initialize()
+        build_core(Case(1, 2, 1, 1, TE), **FP8)
+
+
+@pytest.mark.filterwarnings("ignore:uneven")
+def test_a_rank_without_heads_is_no_obstacle_to_fp8() -> None:
+    """It attends with a head of zeros, so that it takes part wherever scales are reduced."""
+    run_ranks(2, built_with_fp8)
+
+
+def a_bias_of_two_dims() -> None:
+    with megatron_on_cpu():
+        Setting(cp=2).initialize()
+        core = build_core(Case(1, 2, 4, 4, TE))
+        tensors = [torch.randn(4, 1, 4, 4, dtype=torch.float64) for _ in "qkv"]
+        bias = torch.randn(8, 8, dtype=torch.float64)
+        outputs = [core(*tensors, attention_bias=b) for b in (bias, bias[None, None])]
+        assert torch.equal(*outputs)
+        assert not torch.equal(outputs[0], core(*tensors))
+
+
+def test_a_bias_of_two_dims() -> None:
+    run_ranks(2, a_bias_of_two_dims)
+
+
+def mla_with_packed_documents() -> None:
+    """Megatron-core 0.19 pads the values to the queries' head dimension, and tells the core."""
+    from ulysses_mc.layers import packed_seq_params, with_ulysses
+
+    setting = Setting(cp=2, config=MLA)
+    with megatron_on_cpu(), torch.no_grad():
+        setting.initialize()
+        te = import_module("megatron.core.extensions.transformer_engine").TEDotProductAttention
+        (model,) = gpt_chunks(setting, lambda config: with_ulysses(local_spec(config), core=te))
+        layout, rank = SequenceLayout.zigzag(SEQUENCE, 2), dist.get_rank()
+        tokens = layout.shard(tokens_of(0, 1)[:, :-1], 1, rank)
+        positions = layout.shard(torch.arange(SEQUENCE)[None], 1, rank)
+        unpacked, packed = (
+            model(tokens, positions, None, packed_seq_params=params)
+            for params in (None, packed_seq_params([0, SEQUENCE], layout, device="cpu"))
+        )
+    torch.testing.assert_close(packed, unpacked)
+
+
+def test_mla_with_packed_documents() -> None:
+    run_ranks(2, mla_with_packed_documents, timeout=60)
 
 
 def stock_fails_when_run() -> None:
