@@ -126,13 +126,13 @@ class UlyssesCoreAttention(GroupMember, MegatronModule):
     def hidden_size_per_attention_head_v(self) -> int:
         """TransformerEngine's: Megatron's multi-latent attention sets it where it pads the values
         of packed documents. A core without it has none."""
-        size: int = self.inner.hidden_size_per_attention_head_v  # type: ignore[union-attr]
-        return size
+        inner: Any = self.inner
+        return int(inner.hidden_size_per_attention_head_v)
 
     @hidden_size_per_attention_head_v.setter
     def hidden_size_per_attention_head_v(self, size: int) -> None:
-        assert self.inner is not None
-        self.inner.hidden_size_per_attention_head_v = size
+        inner: Any = self.inner
+        inner.hidden_size_per_attention_head_v = size
 
     def forward(
         self,
