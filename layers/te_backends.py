@@ -6,6 +6,7 @@ what lengths, masks and cuDNN's own kernels refuse is not known before the first
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from importlib import import_module
@@ -99,17 +100,22 @@ def passed_over(config: Any, machine: Machine, recipe: str) -> dict[str, str]:
 def _flash(config: Any, machine: Machine) -> str:
     """Why none of its generations can; '' if one can."""
     capability = machine.capability
+    dims = "head dimensions {} and {}".format(*_head_dims(config))
     dropout = "it has no dropout" if config.attention_dropout else ""
     fits = {
         2: capability is None or capability >= (8, 0),
         3: capability is None or capability == (9, 0),
         4: capability is None or capability >= (9, 0),
     }
+    hopper_takes_3 = capability == (9, 0) and 3 in machine.flash
+    preferred = hopper_takes_3 and not _switched_off("NVTE_FLASH_ATTN_V3")
     reasons = {
         generation: _switched_off(f"NVTE_FLASH_ATTN_V{generation}")
         or ("" if generation in machine.flash else "not installed")
         or ("" if able else "not on this GPU")
         or (dropout if generation > 2 else "")
+        or ("FlashAttention-3 is preferred" if generation == 4 and preferred else "")
+        or ("" if _flash_has_dims(generation, config, capability) else f"not for {dims}")
         for generation, able in fits.items()
     }
     if not all(reasons.values()):
@@ -117,12 +123,33 @@ def _flash(config: Any, machine: Machine) -> str:
     return ", ".join(f"FlashAttention-{number} {reason}" for number, reason in reasons.items())
 
 
+def _flash_has_dims(generation: int, config: Any, capability: tuple[int, int] | None) -> bool:
+    """Whether it trains with the head dimensions, as far as TransformerEngine decides that itself
+    and does not ask FlashAttention-4."""
+    qk, v = _head_dims(config)
+    if generation == 2:
+        wide = capability in (None, (8, 0), (9, 0), (10, 0), (12, 0))
+        return max(qk, v) % 8 == 0 and max(qk, v) <= (256 if wide else 192)
+    if generation == 3:
+        pair = qk == v or (128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512)
+        return qk <= 256 and pair and not (_deterministic() and max(qk, v) >= 256)
+    if capability is None or not (10, 0) <= capability < (12, 0):
+        return True
+    if qk == v:
+        return qk != 512 and not (qk == 256 and _window(config))
+    rows, columns = (math.ceil(dim / 16) * 8 for dim in (qk, v))
+    return qk < 128 or columns % math.gcd(32, rows) == 0
+
+
+def _window(config: Any) -> str:
+    given = getattr(config, "window_size", None)
+    limited = given is not None and (given[0] != -1 or given[1] not in (-1, 0))
+    return f"window_size={tuple(given)}" if limited else ""
+
+
 def _fused(config: Any, machine: Machine, recipe: str, sinks: str) -> str:
     capability, cudnn, deterministic = machine.capability, machine.cudnn, _deterministic()
-    given = getattr(config, "window_size", None)
-    window = ""
-    if given is not None and (given[0] != -1 or given[1] not in (-1, 0)):
-        window = f"window_size={tuple(given)}"
+    window = _window(config)
     if recipe in _NEVER:
         return f"{recipe} has none"
     if sinks and deterministic:
@@ -131,6 +158,9 @@ def _fused(config: Any, machine: Machine, recipe: str, sinks: str) -> str:
         return f"{window} is without dropout only"
     if capability is None:
         return ""
+    qk, v = _head_dims(config)
+    if capability == (12, 0) and qk != v and (qk > 128 or qk % 8):
+        return f"it has no backward pass of head dimensions {qk} and {v} on this GPU"
     least = (9, 0) if deterministic else (8, 0)
     if capability < least:
         return f"needs compute capability {_dotted(least)}" + " to be deterministic" * deterministic
@@ -150,6 +180,13 @@ def _fused(config: Any, machine: Machine, recipe: str, sinks: str) -> str:
         return f"FP8 needs cuDNN {_dotted(needed)} here"
     broken = cudnn in _BROKEN_CUDNN.get(recipe, ())
     return f"{recipe} is broken in cuDNN {_dotted(cudnn)}" if broken else ""
+
+
+def _head_dims(config: Any) -> tuple[int, int]:
+    """Of query and key, and of value."""
+    if getattr(config, "multi_latent_attention", False):
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    return config.kv_channels, config.kv_channels
 
 
 def _unfused(recipe: str, sinks: str) -> str:

@@ -44,6 +44,14 @@ OPTIONS: list[dict[str, Any]] = [
     dict(window_size=(4, 0)),
     dict(attention_dropout=0.1),
     dict(window_size=(4, 0), attention_dropout=0.1),
+    dict(kv_channels=12),
+    dict(kv_channels=200),
+    dict(kv_channels=256, window_size=(4, 0)),
+    dict(kv_channels=264),
+    *(
+        dict(multi_latent_attention=True, qk_head_dim=qk, qk_pos_emb_head_dim=64, v_head_dim=v)
+        for qk, v in ((128, 128), (128, 96), (0, 256), (8, 8))
+    ),
 ]
 GPUS = [(7, 5), (8, 9), (9, 0), (10, 0), (12, 0)]
 CUDNN = [(9, 10, 0), (9, 20, 0), (9, 23, 1), (9, 24, 0)]
@@ -60,7 +68,7 @@ SWITCHES = [
 
 
 def config_of(recipe: str, options: dict[str, Any]) -> Any:
-    half = dict(bf16=True, params_dtype=torch.bfloat16)
+    half = dict(bf16=True, params_dtype=torch.bfloat16, kv_channels=64)
     return Setting(config=half | RECIPES[recipe] | options).transformer_config()
 
 
@@ -73,6 +81,8 @@ def choice_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in vars(installed):
         if name.endswith(("_plus", "_printed")):
             monkeypatch.setattr(installed, name, True)
+    # FlashAttention-4's own opinion of head dimensions.
+    monkeypatch.setattr(installed, "v4_validate_head_dims", lambda *arguments: None)
     machine = SimpleNamespace()
     monkeypatch.setattr(utils, "get_device_compute_capability", lambda: machine.capability)
     monkeypatch.setattr(utils, "get_cudnn_version", lambda: machine.cudnn)
@@ -89,7 +99,10 @@ def choice_on(monkeypatch: pytest.MonkeyPatch) -> Any:
         installed.is_installed = 2 in given.flash
         installed.v3_is_installed = 3 in given.flash
         installed.v4_is_installed = 4 in given.flash
+        qk, v = te_backends._head_dims(config)
         params = utils.AttentionParams(
+            head_dim_qk=qk,
+            head_dim_v=v,
             qkv_dtype=config.autocast_dtype if config.enable_autocast else config.params_dtype,
             qkv_layout="sbhd_sbhd_sbhd",
             attn_mask_type="causal",
