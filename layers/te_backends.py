@@ -143,8 +143,9 @@ def _flash_has_dims(generation: int, config: Any, capability: tuple[int, int] | 
 
 def _window(config: Any) -> str:
     given = getattr(config, "window_size", None)
-    limited = given is not None and (given[0] != -1 or given[1] not in (-1, 0))
-    return f"window_size={tuple(given)}" if limited else ""
+    if given is None or (given[0] == -1 and given[1] in (-1, 0)):
+        return ""
+    return f"window_size={tuple(given)}"
 
 
 def _fused(config: Any, machine: Machine, recipe: str, sinks: str) -> str:
