@@ -163,7 +163,8 @@ def test_a_checkpoint_that_does_not_fit_is_one_message(
         done = start_from(tmp_path / "checkpoints", small_data, "--model.num_layers=2")
         said = f"{checkpoint} is a checkpoint of another model: num_layers is 4 there and 2 here"
     assert done.returncode == 2, done.stderr
-    assert done.stderr == f"error: {said}\n"
+    lines = done.stderr.splitlines()  # PyTorch logs there that a CUDA toolkit lies beside no GPU
+    assert [line for line in lines if "No CUDA runtime" not in line] == [f"error: {said}"]
 
 
 # What Slurm does: srun runs its command once for each task, each of which is told its node.
