@@ -89,7 +89,7 @@ def _wired(value: Any, core: Any, uneven_heads: bool) -> Any:
                 nearest="the class that the function builds, or a ModuleSpec of it, in the spec or "
                 "as with_ulysses(spec, core=...).",
             )
-        value = resolve_core(core).spec or core
+        value = core
     given = resolve_core(value)
     if not _is_wired(given):
         params = {"core": value if core is None else core, "uneven_heads": uneven_heads}

@@ -16,8 +16,8 @@ def compile_when_called(model: Callable[..., Any] | None = None, **options: Any)
     """torch.compile, which compiles a function at its first call outside `megatron_on_cpu`.
 
     Megatron decorates dozens of small functions while it is imported, which loads all of
-    PyTorch's compiler: half of the processor time of a rank's start, for code that never runs
-    compiled here. Modules and other callables go to torch.compile as they are.
+    PyTorch's compiler at every rank's start, for code that never runs compiled here. Modules and
+    other callables go to torch.compile as they are.
     """
     if model is None:
         return functools.partial(compile_when_called, **options)
