@@ -208,13 +208,14 @@ def write(
 
 
 def _reasons(error: BaseException) -> str:
-    """A CheckpointException comes to all ranks and holds what each has met."""
+    """A CheckpointException comes to all ranks; what each has met, to one of them."""
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
+        met = [f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items())]
+        return "; ".join(met) or "another rank could not write its part, and one says why"
     return str(error)
 
 
-class CheckpointNotWritten(RuntimeError):
+class CheckpointNotWritten(OSError):
     """A disk is full, or will not be written to."""
 
 

@@ -27,7 +27,9 @@ from ulysses_mc.parallel_state.state import STANDARD_GROUPS
 from .errors import UserError
 
 INTERVAL = 0.25  # seconds between two counts
-WINDOW = 3.0  # seconds without a count after which a rank is called missing, once something failed
+# Seconds without a count after which a rank is called missing, once something failed. They are as
+# many counts of this rank's own: on a busy machine, where others are slow to count, it is too.
+WINDOW = 3.0
 DOUBT = 9.0  # the same for several ranks: more likely starved on a busy machine than dead at once
 ANSWER = 5.0  # seconds that the store may take to answer, twice
 GRACE = 10.0  # seconds for the main thread to fail by itself
@@ -77,11 +79,11 @@ class Liveness:
         self._heard = time.monotonic()  # when the store last answered
         self._told_at = math.inf  # when it was seen that another rank has failed
         self._reason: str | None = None
-        self._began, self._before = 0.0, list[int]()
+        self._began, self._before = 0, list[int]()
         self._silent: list[int] = []
         self._failures: dict[int, tuple[int, str]] = {}
         self._done = False
-        self._asked, self._answered, self._stop = (threading.Event() for _ in range(3))
+        self._asked, self._told, self._answered, self._stop = (threading.Event() for _ in range(4))
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
 
@@ -94,10 +96,17 @@ class Liveness:
         self._thread.join(ANSWER)
 
     def explain(self, error: Exception) -> RankLost | None:
-        """What `error` comes from; None: from this rank itself."""
+        """What `error` comes from; None: from this rank itself. The other ranks are told of it.
+
+        A peer that is gone is met as a RuntimeError, so that another kind is this rank's own. Who is
+        silent then is of no interest: on a busy machine a rank may be silent that has lost nothing.
+        """
         first_sentence = str(error).partition("\n")[0].partition(". ")[0]
         self._reason = f"{type(error).__name__}: {first_sentence}"
         self._asked.set()
+        if not isinstance(error, RuntimeError):
+            self._told.wait(ANSWER)
+            return None
         while not self._answered.wait(INTERVAL):
             if time.monotonic() - self._heard < 2 * ANSWER:
                 continue
@@ -182,9 +191,10 @@ class Liveness:
         if not self._before:
             order = self.store.add("liveness/failures", 1)
             self.store.set(f"liveness/failed/{self.rank}", json.dumps([order, self._reason]))
-            self._began, self._before = time.monotonic(), counts
+            self._began, self._before = self._count, counts
+            self._told.set()
         silent = [r for r in range(self.world_size) if counts[r] == self._before[r]]
-        waited = time.monotonic() - self._began
+        waited = INTERVAL * (self._count - self._began)
         if silent and waited < WINDOW:
             return
         for r in range(self.world_size):

@@ -65,9 +65,9 @@ def test_a_full_disk(small_data: Path, tmp_path: Path) -> None:
             timeout=90, grace=30, return_exceptions=True,
         )  # fmt: skip
         said = [str(r) for r in results if type(r).__name__ == "CheckpointNotWritten"]
-        assert said and all("iter_0000004 could not be written: " in text for text in said)
+        assert said and all("iter_0000004 could not be written: " in s for s in said), results
         # What PyTorch's writer makes of a full disk is not "No space left on device".
-        assert (" (0 KiB free)" if mounted else "File too large") in said[0]
+        assert (" (0 KiB free)" if mounted else "File too large") in "".join(said)
         for rank, result in enumerate(results):
             if isinstance(result, RankFailure):  # the other one was told
                 assert "failed first, by CheckpointNotWritten" in (messages / str(rank)).read_text()
