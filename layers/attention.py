@@ -168,8 +168,8 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
             given or equal_lengths(tensor.size(1), self.group.size())
             for given, tensor in zip(layouts, (query, key), strict=True)
         )
-        query_cut = Cut(query_layout, layout.query_heads)
-        kv_cut = Cut(kv_layout, layout.kv_heads)
+        query_cut = Cut.of(query_layout, layout.query_heads)
+        kv_cut = Cut.of(kv_layout, layout.kv_heads)
         s, s_kv = query_layout.sequence_length, kv_layout.sequence_length
         if joint is not None:
             s, s_kv = s + joint.query.size(1), s_kv + joint.key.size(1)
@@ -180,16 +180,14 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
         attend = partial(self.local_attention, **options | cut)
 
         by_heads = [
-            tensor.transpose(0, 1)  # [b, s, h_r, d]
-            for tensor in sequence_to_heads(
-                [tensor.transpose(0, 1) for tensor in (query, key, value)],
-                [query_cut, kv_cut, kv_cut],
+            *sequence_to_heads(
+                (query, key, value),
+                (query_cut, kv_cut, kv_cut),
                 self.group,
-                by_sequence_batch_first=True,
-                by_heads_batch_first=True,
+                batch_first=True,
                 transport=self.transport,
             )
-        ]
+        ]  # [b, s, h_r, d]
         if joint is not None:
             replicated = zip(
                 (joint.query, joint.key, joint.value), (heads, kv_heads, kv_heads), strict=True
@@ -214,14 +212,13 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
             out_by_heads, joint_by_heads = joint.detach(out_by_heads)
             pieces = [(out_by_heads, cut), joint.for_every_rank(joint_by_heads, cut.heads)]
         out, *others = heads_to_sequence(
-            [tensor.transpose(0, 1) for tensor, _ in pieces],
+            [tensor for tensor, _ in pieces],
             [piece_cut for _, piece_cut in pieces],
             self.group,
-            by_sequence_batch_first=True,
-            by_heads_batch_first=True,
+            batch_first=True,
             transport=self.transport,
         )
-        return out.transpose(0, 1), (others[0].transpose(0, 1) if others else None)
+        return out, (others[0] if others else None)
 
 
 @lru_cache(maxsize=256)

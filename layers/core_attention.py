@@ -176,8 +176,8 @@ class UlyssesCoreAttention(GroupMember, MegatronModule):
             mtp = bool(getattr(self.config, "mtp_num_layers", None))
             check_shard(documents, lengths, rank, any_layout=self.any_layout, mtp=mtp)
         layout = head_layout(query.size(2), key.size(2), size, self.uneven_heads)
-        query_cut = Cut(_sequence_layout(query.size(0), size, documents), layout.query_heads)
-        kv_cut = Cut(_sequence_layout(key.size(0), size, documents), layout.kv_heads)
+        query_cut = Cut.of(_sequence_layout(query.size(0), size, documents), layout.query_heads)
+        kv_cut = Cut.of(_sequence_layout(key.size(0), size, documents), layout.kv_heads)
         mask_type = attn_mask_type or self.attn_mask_type
         if self.inner is not None and ignores_mask(self.inner, mask_type):
             attention_mask = None

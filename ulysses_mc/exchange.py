@@ -27,8 +27,7 @@ class _Route:
 
     group: dist.ProcessGroup
     cuts: tuple[Cut, ...]
-    by_sequence_batch_first: bool  # memory order of the tensors split by sequence
-    by_heads_batch_first: bool  # memory order of the tensors split by heads
+    batch_first: bool
     transport: str
 
 
@@ -37,8 +36,7 @@ def sequence_to_heads(
     cuts: Sequence[Cut],
     group: dist.ProcessGroup,
     *,
-    by_sequence_batch_first: bool = False,
-    by_heads_batch_first: bool = False,
+    batch_first: bool = False,
     transport: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """Gathers the sequence and splits the heads of all `tensors` in one grouped exchange.
@@ -52,9 +50,7 @@ def sequence_to_heads(
         tensors: each [s_r, b, h, d] with any strides; h and d may differ between them.
         cuts: for each tensor its `SequenceLayout` and the heads of every rank.
         group: the Ulysses group.
-        by_sequence_batch_first: give gradients back in [b, s_r, h, d] memory order.
-        by_heads_batch_first: give the results [b, s, h_r, d] memory order (the returned shape
-            is [s, b, h_r, d] all the same).
+        batch_first: all tensors, those given and those returned, are [b, s, h, d] instead.
         transport: 'p2p' (sends and receives under way together, no unpacking on arrival),
             'all_to_all' (one all_to_all_single over a packed buffer), or 'auto'.
 
@@ -63,13 +59,15 @@ def sequence_to_heads(
     """
     check_one_type(tensors)
     for tensor, cut in zip(tensors, cuts, strict=True):
-        _check(tensor, cut, group, by_heads=False)
+        _check(tensor, cut, group, batch_first, by_heads=False)
     if group.size() == 1:  # all is here; at most the layout has the tokens in another order
         return tuple(
-            tensor if cut.sequence.is_contiguous else cut.sequence.unshard([tensor], 0)
+            tensor
+            if cut.sequence.is_contiguous
+            else cut.sequence.unshard([tensor], int(batch_first))
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
-    route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
+    route = _Route(group, tuple(cuts), batch_first, transport)
     return tuple(_SequenceToHeads.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -78,8 +76,7 @@ def heads_to_sequence(
     cuts: Sequence[Cut],
     group: dist.ProcessGroup,
     *,
-    by_sequence_batch_first: bool = False,
-    by_heads_batch_first: bool = False,
+    batch_first: bool = False,
     transport: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """Splits the sequence and gathers the heads of all `tensors` in one grouped exchange.
@@ -91,18 +88,20 @@ def heads_to_sequence(
     backward   [s_r, b, h, d] -> [s, b, h_r, d]
     =========  =======================================================
 
-    Arguments and errors as in `sequence_to_heads`. `by_heads_batch_first` is the memory order
-    that `tensors` have; one that has another is copied first.
+    Arguments and errors as in `sequence_to_heads`; tensors that are not contiguous are copied
+    first.
     """
     check_one_type(tensors)
     for tensor, cut in zip(tensors, cuts, strict=True):
-        _check(tensor, cut, group, by_heads=True)
+        _check(tensor, cut, group, batch_first, by_heads=True)
     if group.size() == 1:
         return tuple(
-            tensor if cut.sequence.is_contiguous else cut.sequence.shard(tensor, 0, 0)
+            tensor
+            if cut.sequence.is_contiguous
+            else cut.sequence.shard(tensor, int(batch_first), 0)
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
-    route = _Route(group, tuple(cuts), by_sequence_batch_first, by_heads_batch_first, transport)
+    route = _Route(group, tuple(cuts), batch_first, transport)
     return tuple(_HeadsToSequence.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -110,39 +109,50 @@ class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        gathered = transport.gather_sequence(
-            tensors, route.cuts, route.group, route.by_heads_batch_first, route.transport
-        )
-        return _not_views(gathered)
+        return _not_views(_gather(route, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_HeadsToSequence.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
+        if _is_differentiated():
+            return (None, *_HeadsToSequence.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
+        return (None, *_scatter(ctx.route, gradients))
 
 
 class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: _Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
-        scattered = transport.scatter_sequence(
-            tensors,
-            route.cuts,
-            route.group,
-            route.by_heads_batch_first,
-            route.by_sequence_batch_first,
-            route.transport,
-        )
-        return _not_views(scattered)
+        return _not_views(_scatter(route, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_SequenceToHeads.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
+        if _is_differentiated():
+            return (None, *_SequenceToHeads.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
+        return (None, *_gather(ctx.route, gradients))
+
+
+def _gather(route: _Route, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return transport.gather_sequence(
+        tensors, route.cuts, route.group, route.batch_first, route.transport
+    )
+
+
+def _scatter(route: _Route, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return transport.scatter_sequence(
+        tensors, route.cuts, route.group, route.batch_first, route.transport
+    )
+
+
+def _is_differentiated() -> bool:
+    """Whether a backward pass is itself recorded (`create_graph`) or transformed (torch.func)."""
+    transformed: bool = torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() or transformed
 
 
 def _not_views(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The same memory, as tensors that may be changed in place (`out += residual`): autograd
     refuses that for views that are made inside a Function."""
-    return tuple(tensor.data for tensor in tensors)
+    return tuple([tensor.data for tensor in tensors])
 
 
 def check_one_type(tensors: Sequence[torch.Tensor]) -> None:
@@ -156,7 +166,9 @@ def check_one_type(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _check(tensor: torch.Tensor, cut: Cut, group: dist.ProcessGroup, *, by_heads: bool) -> None:
+def _check(
+    tensor: torch.Tensor, cut: Cut, group: dist.ProcessGroup, batch_first: bool, *, by_heads: bool
+) -> None:
     rank, size = group.rank(), group.size()
     if (cut.sequence.group_size, len(cut.heads)) != (size, size):
         raise ParallelConfigError(
@@ -168,12 +180,13 @@ def _check(tensor: torch.Tensor, cut: Cut, group: dist.ProcessGroup, *, by_heads
         expected = (cut.sequence.sequence_length, len(cut.heads[rank]))
     else:
         expected = (cut.sequence.lengths[rank], cut.num_heads)
-    if tensor.dim() != 4 or (tensor.size(0), tensor.size(2)) != expected:
+    if tensor.dim() != 4 or (tensor.size(int(batch_first)), tensor.size(2)) != expected:
         raise ParallelConfigError(
             f"Rank {rank} of {size} gave a tensor of shape {list(tensor.shape)} "
             f"to {'heads_to_sequence' if by_heads else 'sequence_to_heads'}.",
             f"Its layout says {expected[0]} tokens and {expected[1]} heads: "
-            f"[{expected[0]}, b, {expected[1]}, d]. Tokens per rank: "
+            f"{f'[b, {expected[0]}' if batch_first else f'[{expected[0]}, b'}, {expected[1]}, d]. "
+            "Tokens per rank: "
             f"{list(cut.sequence.lengths)}.",
             "every rank holds the tokens that the sequence layout gives it; without a layout "
             "all ranks hold equally many",

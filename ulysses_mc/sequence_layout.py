@@ -109,6 +109,13 @@ class SequenceLayout:
     def group_size(self) -> int:
         return len(self.chunks)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # of what may be hundreds of chunks, in every step
+        return hash(self.chunks)
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens per rank."""

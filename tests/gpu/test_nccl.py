@@ -43,7 +43,7 @@ def groups_and_exchange(device_type: str) -> None:
         for tensor, cut, all_heads in zip(found, cuts, whole, strict=True):
             own = cut.heads[rank]
             assert torch.equal(tensor, all_heads[:, :, own.start : own.stop]), transport
-        back = scatter_sequence(found, cuts, group, False, False, transport)
+        back = scatter_sequence(found, cuts, group, False, transport)
         for tensor, part in zip(back, parts, strict=True):
             assert torch.equal(tensor, part), transport
 

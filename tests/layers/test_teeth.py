@@ -70,8 +70,9 @@ def tiled_kv_heads(self: HeadLayout) -> tuple[range, ...]:
 def gradients_of_own_tokens(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
     """Every rank's own output gradient alone, as where a backward collective is missing."""
     (cut,), rank = ctx.route.cuts, ctx.route.group.rank()
-    whole_gradient = gradient.new_zeros(cut.sequence.sequence_length, *gradient.shape[1:])
-    whole_gradient[cut.sequence.token_indices(rank)] = gradient
+    batch, _, *rest = gradient.shape  # [b, s_r, h, d]
+    whole_gradient = gradient.new_zeros(batch, cut.sequence.sequence_length, *rest)
+    whole_gradient[:, cut.sequence.token_indices(rank)] = gradient
     heads = cut.heads[rank]
     return None, whole_gradient[:, :, heads.start : heads.stop].contiguous()
 
@@ -83,7 +84,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     ),
     "gradients of replicated heads not summed": last_replica_only,
     "tokens in the order they lie": lambda: patch.object(
-        ulysses_attention, "Cut", tokens_as_they_lie
+        Cut, "of", staticmethod(tokens_as_they_lie)
     ),
     "key/value heads tiled": lambda: patch.multiple(
         HeadLayout, kv_heads=property(tiled_kv_heads), kv_expansion=lambda self, rank: None

@@ -2,8 +2,8 @@
 
 Both move the lower bound of bytes: a rank receives only the tokens it lacks of the heads it
 owns. Sends and receives of views leave nothing to unpack where the whole sequence arrives:
-every piece lands in its place, in any token order. All tensors are [s, b, h, d] here, whatever
-their memory order; `batch_first` says that they lie in memory as [b, s, h, d].
+every piece lands in its place, in any token order. All tensors are [s, b, h, d] here, or all of
+them [b, s, h, d] (`batch_first`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def gather_sequence(
     batch_first: bool,
     transport: str,
 ) -> tuple[torch.Tensor, ...]:
-    """[s_r, b, h, d] -> [s, b, h_r, d], in `batch_first` memory order or not."""
+    """[s_r, b, h, d] -> [s, b, h_r, d]."""
     if _choose(transport, tensors, cuts, group, batch_first) == "p2p":
         return gather_by_messages(tensors, cuts, group, batch_first)
-    return gather_packed(tensors, cuts, group)
+    return gather_packed(tensors, cuts, group, batch_first)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -42,13 +42,12 @@ def scatter_sequence(
     cuts: Sequence[Cut],
     group: dist.ProcessGroup,
     batch_first: bool,
-    out_batch_first: bool,
     transport: str,
 ) -> tuple[torch.Tensor, ...]:
     """[s, b, h_r, d] -> [s_r, b, h, d], a head held by several ranks summed over them."""
     if _choose(transport, tensors, cuts, group, batch_first) == "p2p":
-        return scatter_by_messages(tensors, cuts, group, batch_first, out_batch_first)
-    return scatter_packed(tensors, cuts, group, out_batch_first)
+        return scatter_by_messages(tensors, cuts, group, batch_first)
+    return scatter_packed(tensors, cuts, group, batch_first)
 
 
 def _choose(
@@ -63,6 +62,6 @@ def _choose(
         return transport
     if tensors[0].is_cuda and dist.get_backend(group) == "gloo":
         return "all_to_all"  # gloo sends and receives CPU tensors only
-    copies = tensors[0].size(1) if batch_first else 1
-    messages = sum(max(map(len, cut.sequence.chunks)) for cut in cuts) * copies
+    copies = tensors[0].size(0) if batch_first else 1
+    messages = sum(cut.most_chunks for cut in cuts) * copies
     return "p2p" if messages <= MAX_MESSAGES_PER_PEER else "all_to_all"

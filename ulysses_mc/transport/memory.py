@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -30,9 +30,32 @@ class Cut:
     sequence: SequenceLayout
     heads: tuple[range, ...]
 
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(sequence: SequenceLayout, heads: tuple[range, ...]) -> Cut:
+        """The same object for the same arguments: plans are found by it in every step."""
+        return Cut(sequence, heads)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.sequence, self.heads))
+
     @cached_property
     def num_heads(self) -> int:
         return max((run.stop for run in self.heads if run), default=0)
+
+    @cached_property
+    def most_chunks(self) -> int:
+        """Of any rank: as many messages a peer may get."""
+        return max(map(len, self.sequence.chunks))
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether any head is held by several ranks."""
+        return sum(map(len, self.heads)) > self.num_heads
 
 
 @dataclass(frozen=True)
@@ -50,9 +73,8 @@ class Piece:
     block: torch.Tensor
 
 
-@dataclass(frozen=True)
-class View:
-    """A view of a tensor, relative to where that begins in its storage."""
+class View(NamedTuple):
+    """A view of a tensor that begins its storage: what `as_strided` takes."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -63,6 +85,7 @@ class View:
         return cls(meta.size(), meta.stride(), int(meta.storage_offset()))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of one that may begin anywhere."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -132,20 +155,13 @@ def empty(
     return like.new_empty((batch, tokens, *rest), dtype=dtype).transpose(0, 1)
 
 
-def in_memory_order(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """The same tensor, copied only if it does not lie in memory as asked."""
-    if batch_first:
-        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    return tensor.contiguous()
+def sequence_first(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """[b, s, h, d] if `batch_first` -> [s, b, h, d]; also the way back."""
+    return tensor.transpose(0, 1) if batch_first else tensor
 
 
 def narrow_heads(tensor: torch.Tensor, heads: range) -> torch.Tensor:
     return tensor.narrow(2, heads.start, len(heads))
-
-
-def is_replicated(heads: Sequence[range]) -> bool:
-    """Whether any head is held by several ranks."""
-    return sum(map(len, heads)) > max((run.stop for run in heads), default=0)
 
 
 def even_runs(heads: Sequence[range], skip: int) -> list[list[int]]:
@@ -199,8 +215,7 @@ def local_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
 def sum_dtype(cut: Cut, like: torch.Tensor) -> torch.dtype:
     """What heads are joined in: float32 at least where replicas are summed, for a key/value head
     of many replicas would lose bits in bfloat16."""
-    replicated = is_replicated(cut.heads)
-    return torch.promote_types(like.dtype, torch.float32) if replicated else like.dtype
+    return torch.promote_types(like.dtype, torch.float32) if cut.is_replicated else like.dtype
 
 
 def moves(

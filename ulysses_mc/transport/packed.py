@@ -18,15 +18,20 @@ from .memory import (
     local_chunks,
     moves,
     narrow_heads,
+    sequence_first,
     sum_dtype,
 )
 
 
 def gather_packed(
-    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: dist.ProcessGroup
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[Cut],
+    group: dist.ProcessGroup,
+    batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Tensors with the same tokens travel side by side in one row per token, so that what
     arrives in token order is used in place."""
+    tensors = [sequence_first(tensor, batch_first) for tensor in tensors]
     rank, ranks = group.rank(), range(group.size())
     bundled = bundles(cuts)
 
@@ -57,18 +62,18 @@ def gather_packed(
         for i, part in zip(bundle, columns(whole, shapes_of(bundle, rank)), strict=True):
             # At b = 1 a column range of the rows is as good as contiguous to every kernel.
             results[i] = part if part.size(1) == 1 else part.contiguous()
-    return tuple(results[i] for i in range(len(tensors)))
+    return tuple(sequence_first(results[i], batch_first) for i in range(len(tensors)))
 
 
 def scatter_packed(
     tensors: Sequence[torch.Tensor],
     cuts: Sequence[Cut],
     group: dist.ProcessGroup,
-    out_batch_first: bool,
+    batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """As `scatter_by_messages`; a single contiguous tensor is sent without packing."""
     rank, ranks = group.rank(), range(group.size())
-    tensors = [tensor.contiguous() for tensor in tensors]
+    tensors = [sequence_first(tensor, batch_first).contiguous() for tensor in tensors]
     pieces = [
         [
             tensor[start:stop].reshape(-1)
@@ -90,13 +95,13 @@ def scatter_packed(
     results = []
     for number, (tensor, cut) in enumerate(zip(tensors, cuts, strict=True)):
         shape = (cut.sequence.lengths[rank], tensor.size(1), cut.num_heads, tensor.size(3))
-        result = empty(shape, tensor, out_batch_first, sum_dtype(cut, tensor))
+        result = empty(shape, tensor, batch_first, sum_dtype(cut, tensor))
         for peer in ranks:
             if cut.heads[peer]:
                 piece = Piece(peer, 0, arrived[peer][number])
                 for target, source, add in moves(result, piece, cut):
                     target.add_(source) if add else target.copy_(source)
-        results.append(result.to(tensor.dtype))
+        results.append(sequence_first(result, batch_first).to(tensor.dtype))
     return tuple(results)
 
 

@@ -21,11 +21,11 @@ from .memory import (
     columns,
     empty,
     even_runs,
-    is_replicated,
     local_chunks,
     moves,
     narrow_heads,
     run_heads,
+    sequence_first,
 )
 
 # Heads are joined run by run of a rank's tokens up to so many runs (contiguous: 1, zigzag: 2),
@@ -54,14 +54,14 @@ class Gather:
     """[s_r, b, h, d] -> [s, b, h_r, d] for tensors that travel together, of one rank.
 
     Args:
-        rows: [s, b, width]: the memory of the results, side by side.
+        rows: elements of the memory of the results, [s, b, width] or [b, s, width].
         results: views of the rows.
         scratch, buffers: elements, and views of them.
         receives: views of the rows.
         own: what stays on this rank: the number of a tensor, a view of it, a view of the rows.
     """
 
-    rows: tuple[int, ...]
+    rows: int
     results: tuple[View, ...]
     scratch: int
     buffers: tuple[View, ...]
@@ -101,7 +101,7 @@ class Scatter:
     """[s, b, h_r, d] -> [s_r, b, h, d] for one tensor of one rank.
 
     Args:
-        result: shape of the result.
+        result: shape of the result, which is contiguous.
         scratch, buffers: elements, and views of them.
         sends: views of the tensor.
         arrivals: in the order in which they are to be used.
@@ -129,10 +129,10 @@ def plan_gather(
     peers.
     """
     tensors = [
-        torch.empty_strided(shape, stride, device="meta")
+        sequence_first(torch.empty_strided(shape, stride, device="meta"), batch_first)
         for shape, stride in zip(shapes, strides, strict=True)
     ]
-    layout, (tokens, batch, *_) = cuts[0].sequence, shapes[0]
+    layout, (tokens, batch, *_) = cuts[0].sequence, tensors[0].shape
     local, neighbours = local_chunks(layout.chunks[rank]), _neighbours(rank, layout.group_size)
     parts = [
         [(len(cut.heads[peer]), shape[3]) for cut, shape in zip(cuts, shapes, strict=True)]
@@ -175,8 +175,8 @@ def plan_gather(
         for view in _messages(rows, layout.chunks[peer], batch_first)
     ]
     return Gather(
-        rows=tuple(rows.shape),
-        results=tuple(map(View.like, results)),
+        rows=rows.numel(),
+        results=tuple(View.like(sequence_first(result, batch_first)) for result in results),
         scratch=scratch.elements,
         buffers=scratch.buffers,
         receives=tuple(receives),
@@ -186,14 +186,12 @@ def plan_gather(
 
 
 @lru_cache(maxsize=PLANS_KEPT)
-def plan_scatter(
-    cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool, out_batch_first: bool
-) -> Scatter:
-    """The tensor lies in `batch_first` memory order."""
-    layout, (_, batch, own_heads, dim) = cut.sequence, shape
+def plan_scatter(cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool) -> Scatter:
+    """The tensor is contiguous."""
+    tensor = sequence_first(torch.empty(shape, device="meta"), batch_first)
+    layout, (_, batch, own_heads, dim) = cut.sequence, tensor.shape
     tokens, local = layout.lengths[rank], local_chunks(layout.chunks[rank])
-    tensor = empty(shape, torch.empty(0, device="meta"), batch_first)
-    result = empty((tokens, batch, cut.num_heads, dim), tensor, out_batch_first)
+    result = empty((tokens, batch, cut.num_heads, dim), tensor, batch_first)
     neighbours = _neighbours(rank, layout.group_size)
     scratch = _Scratch(tokens * batch * sum(len(cut.heads[peer]) for peer in neighbours) * dim)
     pieces = [
@@ -218,7 +216,7 @@ def plan_scatter(
         view = View.like(block)
         return Part(view) if piece.rank == rank else Part(None, scratch.number(view))
 
-    if len(local) <= _RUNS_JOINED and not is_replicated(cut.heads):
+    if len(local) <= _RUNS_JOINED and not cut.is_replicated:
         pieces.sort(key=lambda piece: piece.rank)
         joins = [
             (View.like(result[begin:end]), tuple(part(*its) for its in _of_run(pieces, begin, end)))
@@ -228,7 +226,7 @@ def plan_scatter(
         everything = tuple(message for messages in receives.values() for message in messages)
         arrivals = [Arrival(everything, joins=tuple(joins))]
     else:
-        if is_replicated(cut.heads):  # summed in rank order, whoever computes it
+        if cut.is_replicated:  # summed in rank order, whoever computes it
             pieces.sort(key=lambda piece: piece.rank)
         arrivals = [
             Arrival(
@@ -242,7 +240,7 @@ def plan_scatter(
             for piece in pieces
         ]
     return Scatter(
-        result=tuple(result.shape),
+        result=tuple(sequence_first(result, batch_first).shape),
         scratch=scratch.elements,
         buffers=scratch.buffers,
         sends=tuple(sends),
