@@ -99,7 +99,7 @@ class Liveness:
         """What `error` comes from; None: from this rank itself. The other ranks are told of it.
 
         A peer that is gone is met as a RuntimeError, so that another kind is this rank's own. Who
-        is silent then is of no interest: on a busy machine that may be a rank that has lost nothing.
+        is silent then is of no interest: on a busy machine that may be one that has lost nothing.
         """
         first_sentence = str(error).partition("\n")[0].partition(". ")[0]
         self._reason = f"{type(error).__name__}: {first_sentence}"
