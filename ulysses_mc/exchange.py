@@ -132,15 +132,17 @@ class _HeadsToSequence(torch.autograd.Function):
 
 
 def _gather(route: _Route, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return transport.gather_sequence(
+    gathered: tuple[torch.Tensor, ...] = transport.gather_sequence(
         tensors, route.cuts, route.group, route.batch_first, route.transport
     )
+    return gathered
 
 
 def _scatter(route: _Route, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return transport.scatter_sequence(
+    scattered: tuple[torch.Tensor, ...] = transport.scatter_sequence(
         tensors, route.cuts, route.group, route.batch_first, route.transport
     )
+    return scattered
 
 
 def _is_differentiated() -> bool:

@@ -24,11 +24,12 @@ def gather_by_messages(
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """[s_r, b, h, d] -> [s, b, h_r, d]."""
-    rank, wire = group.rank(), _wire(group)
+    rank = group.rank()
+    batch = _Batch(group) if _joins_messages(group) else None
+    wire = batch or group
     # Tensors of the same tokens are one message to a peer, where a range of columns is as good as
     # contiguous to every kernel (b = 1). Messages that are joined anyway gain nothing by that.
-    joined = isinstance(wire, _Batch)
-    together = tensors[0].size(0 if batch_first else 1) == 1 and not joined
+    together = tensors[0].size(0 if batch_first else 1) == 1 and batch is None
     bundled = bundles(cuts) if together else [[number] for number in range(len(tensors))]
     plans = [
         plan_gather(
@@ -37,7 +38,7 @@ def gather_by_messages(
             tuple([tensors[i].shape for i in bundle]),
             tuple([tensors[i].stride() for i in bundle]),
             batch_first,
-            joined,
+            batch is not None,
         )
         for bundle in bundled
     ]
@@ -54,8 +55,8 @@ def gather_by_messages(
             for number, source, target in pack.copies:
                 buffer[target].copy_(source.of(tensors[bundle[number]]))
             sends += [wire.send([buffer[packed]], peer, 0) for peer, packed in pack.sends]
-    if joined:
-        wire.start()
+    if batch is not None:
+        batch.start()
     results: dict[int, torch.Tensor] = {}
     for plan, bundle, whole in zip(plans, bundled, rows, strict=True):  # while they travel
         for number, source, place in plan.own:
@@ -76,7 +77,9 @@ def scatter_by_messages(
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """[s, b, h_r, d] -> [s_r, b, h, d], replicas summed."""
-    rank, wire = group.rank(), _wire(group)
+    rank = group.rank()
+    batch = _Batch(group) if _joins_messages(group) else None
+    wire = batch or group
     tensors = [tensor.contiguous() for tensor in tensors]
     plans = [
         plan_scatter(cut, rank, tensor.shape, batch_first)
@@ -88,8 +91,8 @@ def scatter_by_messages(
         for arrival in plan.arrivals:
             arriving.append([wire.recv([buffer[n]], peer, 0) for peer, n in arrival.receives])
         sends += [wire.send([view.of(tensor)], peer, 0) for peer, view in plan.sends]
-    if isinstance(wire, _Batch):
-        wire.start()
+    if batch is not None:
+        batch.start()
     works = iter(arriving)
     results = []
     for plan, cut, tensor, buffer in zip(plans, cuts, tensors, buffers, strict=True):
@@ -140,11 +143,6 @@ class _Batch:
         under_way, self._under_way = self._under_way, []
         for work in under_way:
             work.wait()
-
-
-def _wire(group: dist.ProcessGroup) -> dist.ProcessGroup | _Batch:
-    """What takes this exchange's messages: the group itself, or a batch of them for it."""
-    return _Batch(group) if _joins_messages(group) else group
 
 
 def _joins_messages(group: dist.ProcessGroup) -> bool:
