@@ -44,23 +44,25 @@ def gather_by_messages(
     ]
     buffers = scratch(tensors[0], plans)
     rows = [tensors[0].new_empty(plan.rows) for plan in plans]
-    receives = [
-        wire.recv([whole.as_strided(*view)], peer, 0)
-        for plan, whole in zip(plans, rows, strict=True)
-        for peer, view in plan.receives
+    receives, sends = [], []
+    for plan, whole in zip(plans, rows, strict=True):
+        arriving = plan.arriving.of(whole)
+        receives += [wire.recv([arriving[number]], peer, 0) for peer, number in plan.receives]
+    sources = [
+        [views.of(tensors[i]) for i, views in zip(bundle, plan.sources, strict=True)]
+        for plan, bundle in zip(plans, bundled, strict=True)
     ]
-    sends = []
-    for plan, bundle, buffer in zip(plans, bundled, buffers, strict=True):
+    for plan, source, buffer in zip(plans, sources, buffers, strict=True):
         for pack in plan.packs:
-            for number, source, target in pack.copies:
-                buffer[target].copy_(source.of(tensors[bundle[number]]))
+            for tensor, number, target in pack.copies:
+                buffer[target].copy_(source[tensor][number])
             sends += [wire.send([buffer[packed]], peer, 0) for peer, packed in pack.sends]
     if batch is not None:
         batch.start()
     results: dict[int, torch.Tensor] = {}
-    for plan, bundle, whole in zip(plans, bundled, rows, strict=True):  # while they travel
-        for number, source, place in plan.own:
-            whole.as_strided(*place).copy_(source.of(tensors[bundle[number]]))
+    for plan, bundle, source, whole in zip(plans, bundled, sources, rows, strict=True):
+        for tensor, number, place in plan.own:  # while they travel
+            whole.as_strided(*place).copy_(source[tensor][number])
         for i, view in zip(bundle, plan.results, strict=True):
             results[i] = whole.as_strided(*view)
     for work in receives:
@@ -86,27 +88,28 @@ def scatter_by_messages(
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
     buffers = scratch(tensors[0], plans)
+    owns = [plan.own.of(tensor) for plan, tensor in zip(plans, tensors, strict=True)]
     arriving, sends = [], []
-    for plan, tensor, buffer in zip(plans, tensors, buffers, strict=True):
+    for plan, own, buffer in zip(plans, owns, buffers, strict=True):
         for arrival in plan.arrivals:
             arriving.append([wire.recv([buffer[n]], peer, 0) for peer, n in arrival.receives])
-        sends += [wire.send([view.of(tensor)], peer, 0) for peer, view in plan.sends]
+        sends += [wire.send([own[number]], peer, 0) for peer, number in plan.sends]
     if batch is not None:
         batch.start()
     works = iter(arriving)
     results = []
-    for plan, cut, tensor, buffer in zip(plans, cuts, tensors, buffers, strict=True):
+    for plan, cut, tensor, own, buffer in zip(plans, cuts, tensors, owns, buffers, strict=True):
         result = tensor.new_empty(plan.result, dtype=sum_dtype(cut, tensor))
         for arrival in plan.arrivals:
             for work in next(works):
                 work.wait()
             for target, part, add in arrival.moves:
                 if add:
-                    result.as_strided(*target).add_(part.of(tensor, buffer))
+                    result.as_strided(*target).add_(part.of(own, buffer))
                 else:
-                    result.as_strided(*target).copy_(part.of(tensor, buffer))
+                    result.as_strided(*target).copy_(part.of(own, buffer))
             for target, parts in arrival.joins:
-                here = [part.of(tensor, buffer) for part in parts]
+                here = [part.of(own, buffer) for part in parts]
                 torch.cat(here, 2, out=result.as_strided(*target))
         results.append(result if result.dtype == tensor.dtype else result.to(tensor.dtype))
     for work in sends:
