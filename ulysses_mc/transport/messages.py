@@ -65,7 +65,7 @@ def gather_by_messages(
             whole.as_strided(*place).copy_(source[tensor][number])
         for i, view in zip(bundle, plan.results, strict=True):
             results[i] = whole.as_strided(*view)
-    for work in receives:
+    for work in reversed(receives):  # the last first: one wait for most of them
         work.wait()
     for work in sends:
         work.wait()
@@ -88,12 +88,17 @@ def scatter_by_messages(
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
     buffers = scratch(tensors[0], plans)
+    arriving = [
+        [wire.recv([buffer[number]], peer, 0) for peer, number in arrival.receives]
+        for plan, buffer in zip(plans, buffers, strict=True)
+        for arrival in plan.arrivals
+    ]
     owns = [plan.own.of(tensor) for plan, tensor in zip(plans, tensors, strict=True)]
-    arriving, sends = [], []
-    for plan, own, buffer in zip(plans, owns, buffers, strict=True):
-        for arrival in plan.arrivals:
-            arriving.append([wire.recv([buffer[n]], peer, 0) for peer, n in arrival.receives])
-        sends += [wire.send([own[number]], peer, 0) for peer, number in plan.sends]
+    sends = [
+        wire.send([own[number]], peer, 0)
+        for plan, own in zip(plans, owns, strict=True)
+        for peer, number in plan.sends
+    ]
     if batch is not None:
         batch.start()
     works = iter(arriving)
@@ -101,7 +106,7 @@ def scatter_by_messages(
     for plan, cut, tensor, own, buffer in zip(plans, cuts, tensors, owns, buffers, strict=True):
         result = tensor.new_empty(plan.result, dtype=sum_dtype(cut, tensor))
         for arrival in plan.arrivals:
-            for work in next(works):
+            for work in reversed(next(works)):
                 work.wait()
             for target, part, add in arrival.moves:
                 if add:

@@ -232,7 +232,7 @@ def plan_gather(
     ]
     receives = [
         (peer, message)
-        for peer in neighbours
+        for peer in _as_they_send(rank, layout.group_size)
         for message in _messages(rows, layout.chunks[peer], batch_first)
     ]
     arriving = Views.made_of(
@@ -273,7 +273,7 @@ def plan_scatter(cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool)
         if own_heads
     ]
     receives: dict[int, tuple[Numbered, ...]] = {rank: ()}
-    for peer in neighbours:
+    for peer in _as_they_send(rank, layout.group_size):
         block = scratch.blocks(1, (tokens, batch, len(cut.heads[peer]), dim), batch_first)[0]
         if block.numel():
             pieces.append(Piece(peer, 0, block))
@@ -381,6 +381,12 @@ class _Scratch:
 def _neighbours(rank: int, size: int) -> list[int]:
     """Each rank begins with its neighbour, so that no rank is everybody's first."""
     return [(rank + step) % size for step in range(1, size)]
+
+
+def _as_they_send(rank: int, size: int) -> list[int]:
+    """Whose message is to come first, first. gloo tells a sender that it is waited for: told in
+    time, it need not ask."""
+    return _neighbours(rank, size)[::-1]
 
 
 def _messages(tensor: torch.Tensor, chunks: Sequence[Chunk], batch_first: bool) -> Iterator[View]:
