@@ -4,6 +4,7 @@ As Megatron itself does, dense groups are compared with its decoder generator (e
 groups with its expert generator (cp=1, tp=expert-tensor size).
 """
 
+import gc
 import itertools
 from functools import cache
 
@@ -40,7 +41,9 @@ def megatron():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "generate_masked_orthogonal_rank_groups", lookup)
+        gc.disable()  # millions of lists without a cycle
         yield module
+        gc.enable()
 
 
 def tokens(names):
