@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 
@@ -56,17 +56,18 @@ class Views:
         cls, whole: torch.Tensor, wanted: Iterable[View], rest: Iterable[View] = ()
     ) -> Views:
         """Those `wanted`, and the `rest` too where the tensor can be cut into both."""
-        wanted = dict.fromkeys(wanted)
-        ordered = sorted(dict.fromkeys([*wanted, *rest]), key=lambda view: view.offset)
+        views = dict.fromkeys(wanted)
+        ordered = sorted(dict.fromkeys([*views, *rest]), key=lambda view: view.offset)
         for dim in range(whole.dim()):
             sizes = tuple(view.size[dim] for view in ordered if len(view.size) == whole.dim())
             fits = len(sizes) == len(ordered) and sum(sizes) == whole.size(dim)
             if fits and [*map(View.like, whole.split_with_sizes(sizes, dim))] == ordered:
                 return cls(tuple(ordered), sizes, dim)
-        return cls(tuple(wanted))
+        return cls(tuple(views))
 
-    def number(self, view: View) -> int:
-        return self.views.index(view)
+    @cached_property
+    def numbers(self) -> dict[View, int]:
+        return {view: number for number, view in enumerate(self.views)}
 
     def of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.sizes:
@@ -243,16 +244,16 @@ def plan_gather(
     return Gather(
         rows=tuple(sequence_first(rows, batch_first).shape),
         arriving=arriving,
-        receives=tuple((peer, arriving.number(message)) for peer, message in receives),
+        receives=tuple((peer, arriving.numbers[message]) for peer, message in receives),
         results=tuple(map(view, results)),
         scratch=scratch.elements,
         buffers=scratch.buffers,
         sources=tuple(sources),
         packs=tuple(
-            Pack(tuple((n, sources[n].number(v), buffer) for n, v, buffer in copies), tuple(sends))
+            Pack(tuple((n, sources[n].numbers[v], buffer) for n, v, buffer in copies), tuple(sends))
             for copies, sends in zip(copied, sent, strict=True)
         ),
-        own=tuple((n, sources[n].number(source), place) for n, source, place in own),
+        own=tuple((n, sources[n].numbers[source], place) for n, source, place in own),
     )
 
 
@@ -320,7 +321,7 @@ def plan_scatter(cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool)
     def part(piece: Piece) -> Part:
         block = view(piece.block)
         if piece.rank == rank:
-            return Part(True, own.number(block))
+            return Part(True, own.numbers[block])
         return Part(False, scratch.number(block))
 
     arrivals = [
@@ -336,7 +337,7 @@ def plan_scatter(cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool)
         scratch=scratch.elements,
         buffers=scratch.buffers,
         own=own,
-        sends=tuple((peer, own.number(message)) for peer, message in sends),
+        sends=tuple((peer, own.numbers[message]) for peer, message in sends),
         arrivals=tuple(arrivals),
     )
 
