@@ -65,12 +65,16 @@ def test_a_full_disk(small_data: Path, tmp_path: Path) -> None:
             timeout=90, grace=30, return_exceptions=True,
         )  # fmt: skip
         said = [str(r) for r in results if type(r).__name__ == "CheckpointNotWritten"]
-        assert said and all("iter_0000004 could not be written: " in s for s in said), results
-        # What PyTorch's writer makes of a full disk is not "No space left on device".
-        assert (" (0 KiB free)" if mounted else "File too large") in "".join(said)
+        assert all("iter_0000004 could not be written: " in text for text in said)
+        # What PyTorch's writer makes of a full disk is not "No space left on device"; now and then
+        # it crashes (SIGSEGV seen, on the second line): the others are then all there is to say so.
+        aborted = [r for r in results if "exit code -" in str(r)]
+        assert said or len(aborted) == len(results), results
+        assert not said or (" (0 KiB free)" if mounted else "File too large") in "".join(said)
         for rank, result in enumerate(results):
-            if isinstance(result, RankFailure):  # the other one was told
+            if isinstance(result, RankFailure) and result not in aborted:  # the other was told
                 assert "failed first, by CheckpointNotWritten" in (messages / str(rank)).read_text()
+        print("aborted:", *aborted)
         assert broken_checkpoints(disk / "checkpoints") == []
         assert (disk / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2\n"
         (disk / "other").unlink(missing_ok=True)
