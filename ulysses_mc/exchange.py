@@ -113,9 +113,10 @@ class _SequenceToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _check_gradients(gradients)
         if _is_differentiated():
             return (None, *_HeadsToSequence.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
-        return (None, *_scatter(ctx.route, gradients))
+        return (None, *_not_views(_scatter(ctx.route, gradients)))
 
 
 class _HeadsToSequence(torch.autograd.Function):
@@ -126,9 +127,10 @@ class _HeadsToSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _check_gradients(gradients)
         if _is_differentiated():
             return (None, *_SequenceToHeads.apply(ctx.route, *gradients))  # type: ignore[no-untyped-call]
-        return (None, *_gather(ctx.route, gradients))
+        return (None, *_not_views(_gather(ctx.route, gradients)))
 
 
 def _gather(route: _Route, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -151,9 +153,19 @@ def _is_differentiated() -> bool:
     return torch.is_grad_enabled() or transformed
 
 
+def _check_gradients(gradients: Sequence[torch.Tensor]) -> None:
+    """Refuses what cannot be sent, before others wait for it."""
+    if any(torch._C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
+        raise ParallelConfigError(
+            "A backward pass of an exchange with is_grads_batched=True.",
+            rule="messages are of one gradient: there is no batching rule for them",
+            nearest="one call of torch.autograd.grad for each gradient.",
+        )
+
+
 def _not_views(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The same memory, as tensors that may be changed in place (`out += residual`): autograd
-    refuses that for views that are made inside a Function."""
+    refuses that for views that are made inside a Function, or without recording."""
     return tuple([tensor.data for tensor in tensors])
 
 

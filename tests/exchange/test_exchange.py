@@ -148,7 +148,7 @@ def check_evaluation_then_training() -> None:
     whole = [draw(1, 8, 4, 2, seed=n) for n in range(3)]
     part = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     with torch.inference_mode():
-        expected = attention(*(tensor[:, part] for tensor in whole))
+        expected = attention(*(tensor[:, part].repeat(1, 1, 1, 1) for tensor in whole))
     for larger in (1, 3):  # with the memory that was kept, and with more
         leaves = [t[:, part].repeat(larger, 1, 1, 1).requires_grad_() for t in whole]
         out = attention(*leaves)
@@ -158,6 +158,31 @@ def check_evaluation_then_training() -> None:
 
 def test_training_after_an_evaluation_in_inference_mode():
     run_ranks(2, evaluate_then_train)
+
+
+def change_what_backward_gives(transport: str) -> None:
+    """In place, with what requires gradients: and batched gradients are refused, not sent."""
+    rank = dist.get_rank()
+    cut = Cut(SequenceLayout.contiguous(6, 2), HeadLayout(4, 4, 2).query_heads)
+    for verb, (s, h), first in itertools.product(
+        (sequence_to_heads, heads_to_sequence), ((3, 4), (6, 2)), (False, True)
+    ):
+        if (verb is sequence_to_heads) != (s == 3):
+            continue
+        shape = (2, s, h, 3) if first else (s, 2, h, 3)
+        x = draw(*shape, seed=rank).requires_grad_()
+        (out,) = verb([x], [cut], dist.group.WORLD, batch_first=first, transport=transport)
+        batched = torch.ones(2, *out.shape, dtype=out.dtype)
+        with pytest.raises(ParallelConfigError, match="is_grads_batched"):
+            torch.autograd.grad(out, x, batched, is_grads_batched=True, retain_graph=True)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        gradient += torch.ones_like(x).requires_grad_()
+        assert torch.equal(gradient.detach(), torch.full_like(x, 2.0))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_may_be_changed_and_not_be_batched(transport):
+    run_ranks(2, change_what_backward_gives, transport)
 
 
 def test_kept_buffers_are_of_the_type_and_of_the_present_memory():

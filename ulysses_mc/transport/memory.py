@@ -41,7 +41,8 @@ class Cut:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.sequence, self.heads))
+        # Not of the ranges: before Python 3.12 their hash is another one in every process.
+        return hash((self.sequence, tuple(map(len, self.heads)), self.num_heads))
 
     @cached_property
     def num_heads(self) -> int:
@@ -126,9 +127,10 @@ def scratch(like: torch.Tensor, plans: Sequence[NeedsScratch]) -> list[list[torc
         size = sum(elements) * like.element_size()
         if size > _arena.bytes.numel() or len(_arena.views) == PLANS_KEPT:
             _arena.views.clear()
-        if size > _arena.bytes.numel():
-            _arena.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
-        views = _placed(_arena.bytes[:size].view(like.dtype), plans, elements)
+        with torch.inference_mode(False):  # training could not write to what that mode makes
+            if size > _arena.bytes.numel():
+                _arena.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+            views = _placed(_arena.bytes[:size].view(like.dtype), plans, elements)
         _arena.views[key] = views
     return views
 
