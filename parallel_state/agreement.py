@@ -1,4 +1,5 @@
-"""All ranks compare their settings before the first group is made, instead of hanging in it."""
+"""All ranks compare their settings before the first group is made, instead of hanging in it, and
+meet again when all are made."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def initialize_model_parallel(
             `num_distributed_optimizer_instances` or `create_gloo_process_groups`.
 
     Returns:
-        The state, which is also what the module-level getters read from now on.
+        The state, which is also what the module-level getters read from now on; when every rank
+        has its groups.
 
     Raises:
         ParallelConfigError: on every rank alike, before the first group is made: settings that
@@ -106,6 +107,9 @@ def initialize_model_parallel(
         num_groups_created=count,
         started_megatron=started,
     )
+    # A rank that ended its groups now would close connections that others still wait for: gloo
+    # takes that for a failure of theirs.
+    check_agreement({"number of groups made": count}, timeout)
     _Current.states.append(state)
     return state
 

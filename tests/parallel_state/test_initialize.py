@@ -16,6 +16,7 @@ from ulysses_mc.parallel_state import (
     initialize_model_parallel,
 )
 from ulysses_mc.parallel_state.agreement import find_differences
+from ulysses_mc.parallel_state.state import create_groups
 
 SETTINGS = {
     8: [
@@ -142,6 +143,25 @@ def two_at_once():
 
 def test_two_states_at_once():
     assert run_ranks(4, two_at_once) == [[2, 4, 2, 2]] * 4
+
+
+def groups_made_at_different_times() -> bool:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def create_slowly(*arguments):
+            made = create_groups(*arguments)
+            time.sleep(0.2 * rank)
+            store.set(f"made on {rank}", "")
+            return made
+
+        patch.setattr("ulysses_mc.parallel_state.initialize.create_groups", create_slowly)
+        initialize_model_parallel(ParallelConfig(ulysses_parallel_size=2), use_megatron=False)
+    return store.check([f"made on {r}" for r in range(dist.get_world_size())])
+
+
+def test_no_rank_goes_on_before_all_have_their_groups():
+    assert run_ranks(4, groups_made_at_different_times) == [True] * 4
 
 
 def initialised_twice():
