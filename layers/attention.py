@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,7 +14,14 @@ import torch.distributed as dist
 from ..exchange import Cut, heads_to_sequence, sequence_to_heads
 from ..sequence_layout import SequenceLayout
 from .by_heads import ONE_HEAD, attend_by_heads, expand_heads, head_layout
-from .checks import check_group, check_heads_given, check_qkv, check_transport, in_one_dtype
+from .checks import (
+    Shape,
+    check_group,
+    check_heads_given,
+    check_qkv,
+    check_transport,
+    in_one_dtype,
+)
 from .group_member import GroupMember
 from .joint import JointTokens
 from .local import sdpa_attention
@@ -156,33 +164,29 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
         joint: JointTokens | None,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rank = self.group.rank()
         query, key, value = in_one_dtype(query, key, value)
-        check_qkv(query, key, value)
-        check_heads_given(query, key, self.num_heads, self.num_kv_heads)
+        held = _held(
+            (query.shape, key.shape, value.shape),
+            (self.num_heads, self.num_kv_heads),
+            layouts,
+            self.group.rank(),
+            self.group.size(),
+            self.uneven_heads,
+        )
+        s, s_kv = held.lengths
         if joint is not None:
             joint = joint.beside(query, key, value)
-        layout = head_layout(query.size(2), key.size(2), self.group.size(), self.uneven_heads)
-        heads, kv_heads = layout.query_heads[rank], layout.kv_heads[rank]
-        query_layout, kv_layout = (
-            given or equal_lengths(tensor.size(1), self.group.size())
-            for given, tensor in zip(layouts, (query, key), strict=True)
-        )
-        query_cut = Cut.of(query_layout, layout.query_heads)
-        kv_cut = Cut.of(kv_layout, layout.kv_heads)
-        s, s_kv = query_layout.sequence_length, kv_layout.sequence_length
-        if joint is not None:
             s, s_kv = s + joint.query.size(1), s_kv + joint.key.size(1)
         shape = (query.size(0), query.size(2), s, s_kv)
         check_call(self.local_attention, (query, key, value), shape, options)
-        own = heads or ONE_HEAD
+        own = held.heads or ONE_HEAD
         cut = {name: _cut_heads(name, options[name], own) for name in _BY_HEAD if name in options}
         attend = partial(self.local_attention, **options | cut)
 
         by_heads = [
             *sequence_to_heads(
                 (query, key, value),
-                (query_cut, kv_cut, kv_cut),
+                held.cuts,
                 self.group,
                 batch_first=True,
                 transport=self.transport,
@@ -190,18 +194,20 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
         ]  # [b, s, h_r, d]
         if joint is not None:
             replicated = zip(
-                (joint.query, joint.key, joint.value), (heads, kv_heads, kv_heads), strict=True
+                (joint.query, joint.key, joint.value),
+                (held.heads, held.kv_heads, held.kv_heads),
+                strict=True,
             )
             by_heads = [
                 joint.attach(tensor, *whole)
                 for tensor, whole in zip(by_heads, replicated, strict=True)
             ]
-        expansion = layout.kv_expansion(rank)
-        if expansion is not None:
-            by_heads[1:] = [expand_heads(tensor, expansion) for tensor in by_heads[1:]]
-        with rank_distinct_rng(rank, query.device) if "dropout_p" in options else nullcontext():
+        if held.expansion is not None:
+            by_heads[1:] = [expand_heads(tensor, held.expansion) for tensor in by_heads[1:]]
+        random = "dropout_p" in options
+        with rank_distinct_rng(self.group.rank(), query.device) if random else nullcontext():
             out_by_heads = attend_by_heads(attend, by_heads)
-        return self._back(out_by_heads, query_cut, joint)
+        return self._back(out_by_heads, held.cuts[0], joint)
 
     def _back(
         self, out_by_heads: torch.Tensor, cut: Cut, joint: JointTokens | None
@@ -219,6 +225,52 @@ class UlyssesAttention(GroupMember, torch.nn.Module):
             transport=self.transport,
         )
         return out, (others[0] if others else None)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a rank holds inside attention, and how it comes to hold it.
+
+    Args:
+        heads, kv_heads: its own.
+        cuts: of query, key and value.
+        lengths: tokens of the whole sequence, of the query and of key and value.
+        expansion: see `HeadLayout.kv_expansion`.
+    """
+
+    heads: range
+    kv_heads: range
+    cuts: tuple[Cut, Cut, Cut]
+    lengths: tuple[int, int]
+    expansion: list[int] | None
+
+
+@lru_cache(maxsize=256)
+def _held(
+    shapes: tuple[Shape, Shape, Shape],
+    heads_given: tuple[int | None, int | None],
+    layouts: tuple[SequenceLayout | None, SequenceLayout | None],
+    rank: int,
+    size: int,
+    uneven_heads: bool,
+) -> _Held:
+    """For query, key and value of these shapes, once they have been found to go together."""
+    query, key, _ = shapes
+    check_qkv(*shapes)
+    check_heads_given(query, key, *heads_given)
+    layout = head_layout(query[2], key[2], size, uneven_heads)
+    of_query, of_kv = (
+        given or equal_lengths(shape[1], size)
+        for given, shape in zip(layouts, (query, key), strict=True)
+    )
+    kv_cut = Cut.of(of_kv, layout.kv_heads)
+    return _Held(
+        layout.query_heads[rank],
+        layout.kv_heads[rank],
+        (Cut.of(of_query, layout.query_heads), kv_cut, kv_cut),
+        (of_query.sequence_length, of_kv.sequence_length),
+        layout.kv_expansion(rank),
+    )
 
 
 @lru_cache(maxsize=256)

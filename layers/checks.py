@@ -12,6 +12,8 @@ from ..parallel_state.errors import ParallelConfigError
 from ..parallel_state.initialize import get_parallel_state, model_parallel_is_initialized
 from ..sequence_layout import SequenceLayout
 
+Shape = tuple[int, ...]  # such as torch.Size
+
 
 def check_group(group: Any, *layouts: SequenceLayout | None) -> None:
     """Refuses what is no process group, ring attention around it, and layouts for other sizes.
@@ -79,30 +81,30 @@ def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def check_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def check_qkv(query: Shape, key: Shape, value: Shape) -> None:
     """Refuses [b, s_r, h, d], [b, s_kv_r, k, d] and [b, s_kv_r, k, d_v] that do not go together."""
     fit = (
-        query.dim() == key.dim() == value.dim() == 4
-        and query.size(0) == key.size(0)
-        and query.size(3) == key.size(3)
-        and key.shape[:3] == value.shape[:3]
+        len(query) == len(key) == len(value) == 4
+        and query[0] == key[0]
+        and query[3] == key[3]
+        and key[:3] == value[:3]
     )
     if not fit:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise ParallelConfigError(
-            f"Query, key and value of shapes {shapes}.",
+            "Query, key and value of shapes "
+            f"{', '.join(str(list(shape)) for shape in (query, key, value))}.",
             rule="[b, s, h, d], [b, s_kv, k, d] and [b, s_kv, k, d_v], or all three without b",
         )
 
 
-def check_heads_given(query: torch.Tensor, key: torch.Tensor, *given: int | None) -> None:
+def check_heads_given(query: Shape, key: Shape, *given: int | None) -> None:
     """Refuses other heads, dim 2, than the numbers that the module was built for (if any)."""
     names = ("num_heads", "num_kv_heads")
-    for name, tensor, heads in zip(names, (query, key), given, strict=True):
-        if heads is not None and tensor.size(2) != heads:
+    for name, shape, heads in zip(names, (query, key), given, strict=True):
+        if heads is not None and shape[2] != heads:
             raise ParallelConfigError(
-                f"UlyssesAttention({name}={heads}) called with {tensor.size(2)} such heads.",
+                f"UlyssesAttention({name}={heads}) called with {shape[2]} such heads.",
                 rule="heads given when the module is built are those of the tensors to come, of "
                 "one tensor-parallel rank",
-                nearest=f"{name}={tensor.size(2)}, or none, for whatever comes.",
+                nearest=f"{name}={shape[2]}, or none, for whatever comes.",
             )

@@ -222,7 +222,7 @@ class UlyssesCoreAttention(GroupMember, MegatronModule):
         _, batch, heads, _ = tensors[0].shape
         s, s_kv = (cut.sequence.sequence_length for cut in cuts)
         shape = (batch, heads, s, s_kv)
-        check_qkv(*(tensor.transpose(0, 1) for tensor in tensors))
+        check_qkv(*(tensor.transpose(0, 1).shape for tensor in tensors))
         check_masks(mask, bias, shape, cuts[0].sequence, self.group.rank(), tensors[0].device)
         if self.inner is not None:
             inside = None if documents is None else inside_exchange(documents)

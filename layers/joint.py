@@ -53,7 +53,7 @@ class JointTokens:
             )
         if query.dim() == 3:  # packed: a batch of one
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        check_qkv(query, key, value)
+        check_qkv(query.shape, key.shape, value.shape)
         return cls(query, key, value, position == "front")
 
     def beside(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> JointTokens:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from . import transport
 from .parallel_state.errors import ParallelConfigError
-from .transport.memory import Cut
+from .transport.memory import PLANS_KEPT, Cut
 
 __all__ = ["Cut", "heads_to_sequence", "sequence_to_heads"]
 
@@ -57,9 +58,8 @@ def sequence_to_heads(
     Raises:
         ParallelConfigError: a tensor does not have the shape that its cut says, or types differ.
     """
-    check_one_type(tensors)
-    for tensor, cut in zip(tensors, cuts, strict=True):
-        _check(tensor, cut, group, batch_first, by_heads=False)
+    cuts = tuple(cuts)
+    _check(tensors, cuts, group, batch_first, by_heads=False)
     if group.size() == 1:  # all is here; at most the layout has the tokens in another order
         return tuple(
             tensor
@@ -67,7 +67,7 @@ def sequence_to_heads(
             else cut.sequence.unshard([tensor], int(batch_first))
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
-    route = _Route(group, tuple(cuts), batch_first, transport)
+    route = _Route(group, cuts, batch_first, transport)
     return tuple(_SequenceToHeads.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -91,9 +91,8 @@ def heads_to_sequence(
     Arguments and errors as in `sequence_to_heads`; tensors that are not contiguous are copied
     first.
     """
-    check_one_type(tensors)
-    for tensor, cut in zip(tensors, cuts, strict=True):
-        _check(tensor, cut, group, batch_first, by_heads=True)
+    cuts = tuple(cuts)
+    _check(tensors, cuts, group, batch_first, by_heads=True)
     if group.size() == 1:
         return tuple(
             tensor
@@ -101,7 +100,7 @@ def heads_to_sequence(
             else cut.sequence.shard(tensor, int(batch_first), 0)
             for tensor, cut in zip(tensors, cuts, strict=True)
         )
-    route = _Route(group, tuple(cuts), batch_first, transport)
+    route = _Route(group, cuts, batch_first, transport)
     return tuple(_HeadsToSequence.apply(route, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -181,28 +180,46 @@ def check_one_type(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _check(
-    tensor: torch.Tensor, cut: Cut, group: dist.ProcessGroup, batch_first: bool, *, by_heads: bool
+    tensors: Sequence[torch.Tensor],
+    cuts: tuple[Cut, ...],
+    group: dist.ProcessGroup,
+    batch_first: bool,
+    *,
+    by_heads: bool,
 ) -> None:
-    rank, size = group.rank(), group.size()
-    if (cut.sequence.group_size, len(cut.heads)) != (size, size):
-        raise ParallelConfigError(
-            f"An exchange over a group of {size} ranks with a sequence layout for "
-            f"{cut.sequence.group_size} and a head layout for {len(cut.heads)}.",
-            rule="layouts are built for the size of the Ulysses group",
-        )
-    if by_heads:
-        expected = (cut.sequence.sequence_length, len(cut.heads[rank]))
-    else:
-        expected = (cut.sequence.lengths[rank], cut.num_heads)
-    if tensor.dim() != 4 or (tensor.size(int(batch_first)), tensor.size(2)) != expected:
-        raise ParallelConfigError(
-            f"Rank {rank} of {size} gave a tensor of shape {list(tensor.shape)} "
-            f"to {'heads_to_sequence' if by_heads else 'sequence_to_heads'}.",
-            f"Its layout says {expected[0]} tokens and {expected[1]} heads: "
-            f"{f'[b, {expected[0]}' if batch_first else f'[{expected[0]}, b'}, {expected[1]}, d]. "
-            "Tokens per rank: "
-            f"{list(cut.sequence.lengths)}.",
-            "every rank holds the tokens that the sequence layout gives it; without a layout "
-            "all ranks hold equally many",
-            "pass sequence_layout=SequenceLayout.from_lengths([...]) with the true lengths.",
-        )
+    check_one_type(tensors)
+    shapes = tuple([tensor.shape for tensor in tensors])
+    _check_shapes(shapes, cuts, group.rank(), group.size(), batch_first, by_heads)
+
+
+@lru_cache(maxsize=PLANS_KEPT)  # what was right is not looked at again in every step
+def _check_shapes(
+    shapes: tuple[torch.Size, ...],
+    cuts: tuple[Cut, ...],
+    rank: int,
+    size: int,
+    batch_first: bool,
+    by_heads: bool,
+) -> None:
+    for shape, cut in zip(shapes, cuts, strict=True):
+        if (cut.sequence.group_size, len(cut.heads)) != (size, size):
+            raise ParallelConfigError(
+                f"An exchange over a group of {size} ranks with a sequence layout for "
+                f"{cut.sequence.group_size} and a head layout for {len(cut.heads)}.",
+                rule="layouts are built for the size of the Ulysses group",
+            )
+        if by_heads:
+            expected = (cut.sequence.sequence_length, len(cut.heads[rank]))
+        else:
+            expected = (cut.sequence.lengths[rank], cut.num_heads)
+        if len(shape) != 4 or (shape[int(batch_first)], shape[2]) != expected:
+            raise ParallelConfigError(
+                f"Rank {rank} of {size} gave a tensor of shape {list(shape)} "
+                f"to {'heads_to_sequence' if by_heads else 'sequence_to_heads'}.",
+                f"Its layout says {expected[0]} tokens and {expected[1]} heads: "
+                f"{f'[b, {expected[0]}' if batch_first else f'[{expected[0]}, b'}, {expected[1]}, "
+                f"d]. Tokens per rank: {list(cut.sequence.lengths)}.",
+                "every rank holds the tokens that the sequence layout gives it; without a layout "
+                "all ranks hold equally many",
+                "pass sequence_layout=SequenceLayout.from_lengths([...]) with the true lengths.",
+            )

@@ -50,12 +50,12 @@ def last_replica_only() -> Iterator[None]:
         rows = result.narrow(0, piece.start, piece.block.size(0))
         yield memory.narrow_heads(rows, cut.heads[piece.rank]), piece.block, False
 
-    plan.plan_scatter.cache_clear()  # it keeps what is added where
+    plan.plan_scatters.cache_clear()  # it keeps what is added where
     try:
         with patch.object(plan, "moves", moves):
             yield
     finally:
-        plan.plan_scatter.cache_clear()
+        plan.plan_scatters.cache_clear()
 
 
 def tokens_as_they_lie(sequence: SequenceLayout, heads: tuple[range, ...]) -> Cut:
@@ -98,12 +98,15 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
-    ulysses_attention.head_layout.cache_clear()  # it keeps layouts with their heads
+    kept = (ulysses_attention.head_layout, ulysses_attention._held)  # layouts with their heads
+    for cache in kept:
+        cache.cache_clear()
     try:
         with MUTATIONS[name]():
             yield
     finally:
-        ulysses_attention.head_layout.cache_clear()
+        for cache in kept:
+            cache.cache_clear()
 
 
 def on_rank(name: str) -> dict[str, Tensor]:

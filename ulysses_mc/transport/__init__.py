@@ -8,7 +8,8 @@ them [b, s, h, d] (`batch_first`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,6 @@ from .packed import gather_packed, scatter_packed
 MAX_MESSAGES_PER_PEER = 64
 
 
-# Messages are not for the compiler, which meets them in backward if that is compiled too.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_sequence(
     tensors: Sequence[torch.Tensor],
     cuts: Sequence[Cut],
@@ -31,12 +30,13 @@ def gather_sequence(
     transport: str,
 ) -> tuple[torch.Tensor, ...]:
     """[s_r, b, h, d] -> [s, b, h_r, d]."""
-    if _choose(transport, tensors, cuts, group, batch_first) == "p2p":
-        return gather_by_messages(tensors, cuts, group, batch_first)
-    return gather_packed(tensors, cuts, group, batch_first)
+    by_messages = _choose(transport, tensors, cuts, group, batch_first) == "p2p"
+    gather = gather_by_messages if by_messages else gather_packed
+    if torch.compiler.is_compiling():
+        return _uncompiled(gather, tensors, cuts, group, batch_first)
+    return gather(tensors, cuts, group, batch_first)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def scatter_sequence(
     tensors: Sequence[torch.Tensor],
     cuts: Sequence[Cut],
@@ -45,9 +45,20 @@ def scatter_sequence(
     transport: str,
 ) -> tuple[torch.Tensor, ...]:
     """[s, b, h_r, d] -> [s_r, b, h, d], a head held by several ranks summed over them."""
-    if _choose(transport, tensors, cuts, group, batch_first) == "p2p":
-        return scatter_by_messages(tensors, cuts, group, batch_first)
-    return scatter_packed(tensors, cuts, group, batch_first)
+    by_messages = _choose(transport, tensors, cuts, group, batch_first) == "p2p"
+    scatter = scatter_by_messages if by_messages else scatter_packed
+    if torch.compiler.is_compiling():
+        return _uncompiled(scatter, tensors, cuts, group, batch_first)
+    return scatter(tensors, cuts, group, batch_first)
+
+
+# Messages are not for the compiler, which meets them in backward if that is compiled too. Called
+# only by what is compiled: it costs as much as a small message.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(
+    move: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    return move(*arguments)
 
 
 def _choose(

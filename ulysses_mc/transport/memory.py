@@ -118,12 +118,13 @@ def scratch(like: torch.Tensor, plans: Sequence[NeedsScratch]) -> list[list[torc
     the page faults of fresh memory cost as much as the copies into it. On other devices the
     caching allocator of PyTorch does the same.
     """
-    elements = [plan.scratch for plan in plans]
-    if like.device.type != "cpu":
+    if not like.is_cpu:
+        elements = [plan.scratch for plan in plans]
         return _placed(like.new_empty(sum(elements)), plans, elements)
     key = (like.dtype, *plans)
     views = _arena.views.get(key)
     if views is None:
+        elements = [plan.scratch for plan in plans]
         size = sum(elements) * like.element_size()
         if size > _arena.bytes.numel() or len(_arena.views) == PLANS_KEPT:
             _arena.views.clear()

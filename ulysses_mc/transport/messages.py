@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .memory import Cut, bundles, scratch, sum_dtype
-from .plan import plan_gather, plan_scatter
+from .memory import Cut, scratch, sum_dtype
+from .plan import plan_gathers, plan_scatters
 
 
 def gather_by_messages(
@@ -24,33 +24,21 @@ def gather_by_messages(
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """[s_r, b, h, d] -> [s, b, h_r, d]."""
-    rank = group.rank()
     batch = _Batch(group) if _joins_messages(group) else None
     wire = batch or group
-    # Tensors of the same tokens are one message to a peer, where a range of columns is as good as
-    # contiguous to every kernel (b = 1). Messages that are joined anyway gain nothing by that.
-    together = tensors[0].size(0 if batch_first else 1) == 1 and batch is None
-    bundled = bundles(cuts) if together else [[number] for number in range(len(tensors))]
-    plans = [
-        plan_gather(
-            tuple([cuts[i] for i in bundle]),
-            rank,
-            tuple([tensors[i].shape for i in bundle]),
-            tuple([tensors[i].stride() for i in bundle]),
-            batch_first,
-            batch is not None,
-        )
-        for bundle in bundled
-    ]
+    shapes = tuple([tensor.shape for tensor in tensors])
+    strides = tuple([tensor.stride() for tensor in tensors])
+    plans = plan_gathers(tuple(cuts), group.rank(), shapes, strides, batch_first, batch is not None)
     buffers = scratch(tensors[0], plans)
-    rows = [tensors[0].new_empty(plan.rows) for plan in plans]
-    receives, sends = [], []
-    for plan, whole in zip(plans, rows, strict=True):
+    rows, receives, sends = [], [], []
+    for plan in plans:
+        whole = tensors[0].new_empty(plan.rows)
         arriving = plan.arriving.of(whole)
         receives += [wire.recv([arriving[number]], peer, 0) for peer, number in plan.receives]
+        rows.append(whole)
     sources = [
-        [views.of(tensors[i]) for i, views in zip(bundle, plan.sources, strict=True)]
-        for plan, bundle in zip(plans, bundled, strict=True)
+        [views.of(tensors[i]) for i, views in zip(plan.bundle, plan.sources, strict=True)]
+        for plan in plans
     ]
     for plan, source, buffer in zip(plans, sources, buffers, strict=True):
         for pack in plan.packs:
@@ -60,10 +48,10 @@ def gather_by_messages(
     if batch is not None:
         batch.start()
     results: dict[int, torch.Tensor] = {}
-    for plan, bundle, source, whole in zip(plans, bundled, sources, rows, strict=True):
+    for plan, source, whole in zip(plans, sources, rows, strict=True):
         for tensor, number, place in plan.own:  # while they travel
             whole.as_strided(*place).copy_(source[tensor][number])
-        for i, view in zip(bundle, plan.results, strict=True):
+        for i, view in zip(plan.bundle, plan.results, strict=True):
             results[i] = whole.as_strided(*view)
     for work in reversed(receives):  # the last first: one wait for most of them
         work.wait()
@@ -79,14 +67,11 @@ def scatter_by_messages(
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """[s, b, h_r, d] -> [s_r, b, h, d], replicas summed."""
-    rank = group.rank()
     batch = _Batch(group) if _joins_messages(group) else None
     wire = batch or group
     tensors = [tensor.contiguous() for tensor in tensors]
-    plans = [
-        plan_scatter(cut, rank, tensor.shape, batch_first)
-        for tensor, cut in zip(tensors, cuts, strict=True)
-    ]
+    shapes = tuple([tensor.shape for tensor in tensors])
+    plans = plan_scatters(tuple(cuts), group.rank(), shapes, batch_first)
     buffers = scratch(tensors[0], plans)
     arriving = [
         [wire.recv([buffer[number]], peer, 0) for peer, number in arrival.receives]

@@ -18,6 +18,7 @@ from .memory import (
     Cut,
     Piece,
     View,
+    bundles,
     columns,
     empty,
     even_runs,
@@ -96,6 +97,7 @@ class Gather:
     """[s_r, b, h, d] -> [s, b, h_r, d] for tensors that travel together, of one rank.
 
     Args:
+        bundle: which of the tensors of the exchange those are; below they count from 0.
         rows: [s, b, width] or [b, s, width]: the memory of the results, side by side.
         arriving: views of the rows. receives: of those.
         results: views of the rows.
@@ -104,6 +106,7 @@ class Gather:
         own: what stays on this rank: the number of a tensor, of a view of it, a view of the rows.
     """
 
+    bundle: tuple[int, ...]
     rows: tuple[int, ...]
     arriving: Views
     receives: tuple[Numbered, ...]
@@ -161,23 +164,38 @@ class Scatter:
 
 
 @lru_cache(maxsize=PLANS_KEPT)
-def plan_gather(
+def plan_gathers(
     cuts: tuple[Cut, ...],
     rank: int,
     shapes: tuple[tuple[int, ...], ...],
     strides: tuple[tuple[int, ...], ...],
     batch_first: bool,
     joined: bool,
-) -> Gather:
-    """The tensors share a sequence layout and, where there are several, the batch size is 1.
+) -> tuple[Gather, ...]:
+    """One plan for the tensors that travel together.
 
     `joined`: messages wait for each other, so that one copy of the one tensor may serve several
     peers.
     """
-    given = [
-        torch.empty_strided(shape, stride, device="meta")
-        for shape, stride in zip(shapes, strides, strict=True)
-    ]
+    # Tensors of the same tokens are one message to a peer, where a range of columns is as good as
+    # contiguous to every kernel (b = 1). Messages that are joined anyway gain nothing by that.
+    together = shapes[0][0 if batch_first else 1] == 1 and not joined
+    found = bundles(cuts) if together else [[number] for number in range(len(cuts))]
+    return tuple(_plan_gather(b, cuts, rank, shapes, strides, batch_first, joined) for b in found)
+
+
+def _plan_gather(
+    bundle: list[int],
+    all_cuts: Sequence[Cut],
+    rank: int,
+    shapes: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
+    batch_first: bool,
+    joined: bool,
+) -> Gather:
+    """Those of a bundle share a sequence layout and, where there are several, b is 1."""
+    cuts = [all_cuts[i] for i in bundle]
+    given = [torch.empty_strided(shapes[i], strides[i], device="meta") for i in bundle]
     tensors = [sequence_first(tensor, batch_first) for tensor in given]
     view = partial(_view, batch_first=batch_first)
     layout, (tokens, batch, *_) = cuts[0].sequence, tensors[0].shape
@@ -242,6 +260,7 @@ def plan_gather(
         [view(rows[start:stop]) for start, stop in layout.chunks[rank]],
     )
     return Gather(
+        bundle=tuple(bundle),
         rows=tuple(sequence_first(rows, batch_first).shape),
         arriving=arriving,
         receives=tuple((peer, arriving.numbers[message]) for peer, message in receives),
@@ -258,6 +277,15 @@ def plan_gather(
 
 
 @lru_cache(maxsize=PLANS_KEPT)
+def plan_scatters(
+    cuts: tuple[Cut, ...], rank: int, shapes: tuple[tuple[int, ...], ...], batch_first: bool
+) -> tuple[Scatter, ...]:
+    """One plan for each tensor; all are contiguous."""
+    return tuple(
+        plan_scatter(cut, rank, shape, batch_first) for cut, shape in zip(cuts, shapes, strict=True)
+    )
+
+
 def plan_scatter(cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool) -> Scatter:
     """The tensor is contiguous."""
     given = torch.empty(shape, device="meta")
