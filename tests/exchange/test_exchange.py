@@ -119,12 +119,13 @@ def test_four_exchanges_and_the_fewest_bytes(size, heads, kv, zigzag, transport)
 
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_one_message_for_query_key_and_value(zigzag):
-    """To each of 3 peers and from it: q, k and v as one; out; its gradient; dq, dk and dv; each
-    once for a run of tokens. Of the zigzag ranks 0, 1, 2 have two runs, 3 has one."""
+    """To each of 3 peers and from it: q, k and v as one; out; its gradient; dq; each once for a
+    run of tokens; dk and dv, of half its size, packed as one. Of the zigzag ranks 0, 1, 2 have two
+    runs, 3 has one."""
     runs = [2, 2, 2, 1] if zigzag else [1] * 4
     for rank, counts in enumerate(run_ranks(4, check_counts, 8, 4, zigzag, "p2p", 1)):
         of_peers = sum(runs) - runs[rank]
-        assert counts["messages"] == (3 * runs[rank] + of_peers) * (1 + 1 + 1 + 3)
+        assert counts["messages"] == (3 * runs[rank] + of_peers) * (1 + 1 + 1 + 1) + (3 + 3)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -192,13 +193,13 @@ def test_kept_buffers_are_of_the_type_and_of_the_present_memory():
     single, double = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     arena = memory._Arena()
     with patch.object(memory, "_arena", arena):
-        small = plan_scatter(cut, 0, (8, 1, 2, 3), False)
+        small = plan_scatter([0], cut, 0, (8, 1, 2, 3), False)
         for like in (single, double, single):
             (buffers,) = memory.scratch(like, [small])
             assert {buffer.dtype for buffer in buffers} == {like.dtype}
         assert memory.scratch(single, [small])[0] is buffers
         for dim in range(2 * memory.PLANS_KEPT, 0, -1):  # the first needs more memory
-            memory.scratch(single, [plan_scatter(cut, 0, (8, 1, 2, dim), False)])
+            memory.scratch(single, [plan_scatter([0], cut, 0, (8, 1, 2, dim), False)])
             kept = [buffer for ((*buffers,),) in arena.views.values() for buffer in buffers]
             assert len(kept) <= memory.PLANS_KEPT
             for buffer in kept:

@@ -70,41 +70,49 @@ def scatter_by_messages(
     batch = _Batch(group) if _joins_messages(group) else None
     wire = batch or group
     tensors = [tensor.contiguous() for tensor in tensors]
-    shapes = tuple([tensor.shape for tensor in tensors])
-    plans = plan_scatters(tuple(cuts), group.rank(), shapes, batch_first)
-    buffers = scratch(tensors[0], plans)
+    first, shapes = tensors[0], tuple([tensor.shape for tensor in tensors])
+    plans = plan_scatters(
+        tuple(cuts), group.rank(), shapes, first.itemsize, batch_first, batch is not None
+    )
+    buffers = scratch(first, plans)
     arriving = [
         [wire.recv([buffer[number]], peer, 0) for peer, number in arrival.receives]
         for plan, buffer in zip(plans, buffers, strict=True)
         for arrival in plan.arrivals
     ]
-    owns = [plan.own.of(tensor) for plan, tensor in zip(plans, tensors, strict=True)]
-    sends = [
-        wire.send([own[number]], peer, 0)
-        for plan, own in zip(plans, owns, strict=True)
-        for peer, number in plan.sends
-    ]
+    owns = [[plan.own.of(tensors[i]) for i in plan.bundle] for plan in plans]
+    sends = []
+    for plan, own, buffer in zip(plans, owns, buffers, strict=True):
+        sends += [wire.send([own[0][number]], peer, 0) for peer, number in plan.sends]
+        for peer, target, sources in plan.packs:
+            torch.cat(
+                [own[i][number] for i, number in sources], int(batch_first), out=buffer[target]
+            )
+            sends.append(wire.send([buffer[target]], peer, 0))
     if batch is not None:
         batch.start()
     works = iter(arriving)
-    results = []
-    for plan, cut, tensor, own, buffer in zip(plans, cuts, tensors, owns, buffers, strict=True):
-        result = tensor.new_empty(plan.result, dtype=sum_dtype(cut, tensor))
+    found: dict[int, torch.Tensor] = {}
+    for plan, own, buffer in zip(plans, owns, buffers, strict=True):
+        dtype = sum_dtype(cuts[plan.bundle[0]], first)
+        results = [first.new_empty(plan.result, dtype=dtype) for _ in plan.bundle]
         for arrival in plan.arrivals:
             for work in reversed(next(works)):
                 work.wait()
+            result, mine = results[arrival.tensor], own[arrival.tensor]
             for target, part, add in arrival.moves:
                 if add:
-                    result.as_strided(*target).add_(part.of(own, buffer))
+                    result.as_strided(*target).add_(part.of(mine, buffer))
                 else:
-                    result.as_strided(*target).copy_(part.of(own, buffer))
+                    result.as_strided(*target).copy_(part.of(mine, buffer))
             for target, parts in arrival.joins:
-                here = [part.of(own, buffer) for part in parts]
+                here = [part.of(mine, buffer) for part in parts]
                 torch.cat(here, 2, out=result.as_strided(*target))
-        results.append(result if result.dtype == tensor.dtype else result.to(tensor.dtype))
+        for i, result in zip(plan.bundle, results, strict=True):
+            found[i] = result if dtype == first.dtype else result.to(first.dtype)
     for work in sends:
         work.wait()
-    return tuple(results)
+    return tuple([found[i] for i in range(len(tensors))])
 
 
 class _Batch:

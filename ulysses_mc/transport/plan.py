@@ -33,6 +33,10 @@ from .memory import (
 # else piece by piece, for packed documents may come in hundreds of runs.
 _RUNS_JOINED = 2
 
+# Bytes up to which a message of gradients that lie apart is packed into one with others: a copy
+# then costs less than a message of its own.
+_WORTH_A_COPY = 256 << 10
+
 _Move = tuple[View, Piece, bool]  # of the result; what comes there; whether it is added
 _Join = tuple[View, list[Piece]]  # of the result; what comes there side by side
 Numbered = tuple[int, int]  # the peer, and the number of what is sent to it or received from it
@@ -131,14 +135,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What is done with a piece of the result, or with all pieces, when they are here.
+    """What is done with a piece of a result, or with all its pieces, when they are here.
 
     Args:
-        receives: what has to be here, buffers.
+        tensor: of the bundle, whose result it is.
+        receives: what has to be here, buffers, and is not yet waited for.
         moves: view of the result, what comes there, and whether it is added.
         joins: view of the result, and whose heads come there side by side.
     """
 
+    tensor: int
     receives: tuple[Numbered, ...]
     moves: tuple[tuple[View, Part, bool], ...] = ()
     joins: tuple[tuple[View, tuple[Part, ...]], ...] = ()
@@ -146,20 +152,25 @@ class Arrival:
 
 @dataclass(frozen=True, eq=False)
 class Scatter:
-    """[s, b, h_r, d] -> [s_r, b, h, d] for one tensor of one rank.
+    """[s, b, h_r, d] -> [s_r, b, h, d] for alike tensors that travel together, of one rank.
 
     Args:
-        result: shape of the result, which is contiguous.
+        bundle: which of the tensors of the exchange those are; below they count from 0.
+        result: shape of each result, which is contiguous.
         scratch, buffers: elements, and views of them.
-        own: views of the tensor. sends: of those.
+        own: views of each tensor. sends: of those, where there is one tensor.
+        packs: where there are several: the peer, the buffer that it is sent, and the tensor and
+            view of what comes there one after the other.
         arrivals: in the order in which they are to be used.
     """
 
+    bundle: tuple[int, ...]
     result: tuple[int, ...]
     scratch: int
     buffers: tuple[View, ...]
     own: Views
     sends: tuple[Numbered, ...]
+    packs: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
     arrivals: tuple[Arrival, ...]
 
 
@@ -278,73 +289,105 @@ def _plan_gather(
 
 @lru_cache(maxsize=PLANS_KEPT)
 def plan_scatters(
-    cuts: tuple[Cut, ...], rank: int, shapes: tuple[tuple[int, ...], ...], batch_first: bool
+    cuts: tuple[Cut, ...],
+    rank: int,
+    shapes: tuple[tuple[int, ...], ...],
+    itemsize: int,
+    batch_first: bool,
+    joined: bool,
 ) -> tuple[Scatter, ...]:
-    """One plan for each tensor; all are contiguous."""
-    return tuple(
-        plan_scatter(cut, rank, shape, batch_first) for cut, shape in zip(cuts, shapes, strict=True)
-    )
+    """One plan for the tensors that travel together; all are contiguous."""
+    # As every rank finds it: bytes of the largest message that any rank sends to any.
+    bytes_of = [
+        max(cut.sequence.lengths) * max(map(len, cut.heads)) * shape[not batch_first] * shape[3]
+        * itemsize
+        for cut, shape in zip(cuts, shapes, strict=True)
+    ]  # fmt: skip
+    alike: dict[tuple[Cut, tuple[int, ...]], list[int]] = {}
+    for i, kind in enumerate(zip(cuts, shapes, strict=True)):
+        alike.setdefault(kind, []).append(i)
+    bundles_of: list[list[int]] = []
+    for (_, shape), numbers in alike.items():
+        message, in_one_piece = bytes_of[numbers[0]], not batch_first or shape[0] == 1
+        # Not more than the largest tensor's: it is packed for this alone, and copies are counted.
+        small = message <= _WORTH_A_COPY and len(numbers) * message <= max(bytes_of)
+        together = small and in_one_piece and not joined
+        bundles_of += [numbers] if together else [[number] for number in numbers]
+    return tuple(plan_scatter(b, cuts[b[0]], rank, shapes[b[0]], batch_first) for b in bundles_of)
 
 
-def plan_scatter(cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool) -> Scatter:
-    """The tensor is contiguous."""
+def plan_scatter(
+    bundle: Sequence[int], cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool
+) -> Scatter:
+    """Those of a bundle have one cut and one shape."""
     given = torch.empty(shape, device="meta")
     tensor = sequence_first(given, batch_first)
     view = partial(_view, batch_first=batch_first)
     layout, (_, batch, own_heads, dim) = cut.sequence, tensor.shape
-    tokens, local = layout.lengths[rank], local_chunks(layout.chunks[rank])
+    tokens, local, several = layout.lengths[rank], local_chunks(layout.chunks[rank]), len(bundle)
     result = empty((tokens, batch, cut.num_heads, dim), tensor, batch_first)
     neighbours = _neighbours(rank, layout.group_size)
-    scratch = _Scratch(tokens * batch * sum(len(cut.heads[peer]) for peer in neighbours) * dim)
+    elements = tokens * sum(len(cut.heads[peer]) for peer in neighbours)
+    if several > 1:
+        elements += sum(layout.lengths[peer] for peer in neighbours) * own_heads
+    scratch = _Scratch(several * batch * dim * elements)
     pieces = [
-        Piece(rank, begin, tensor[start:stop])
-        for (start, stop), (begin, _) in zip(layout.chunks[rank], local, strict=True)
-        if own_heads
+        [
+            Piece(rank, begin, tensor[start:stop])
+            for (start, stop), (begin, _) in zip(layout.chunks[rank], local, strict=True)
+            if own_heads
+        ]
+        for _ in bundle
     ]
     receives: dict[int, tuple[Numbered, ...]] = {rank: ()}
     for peer in _as_they_send(rank, layout.group_size):
-        block = scratch.blocks(1, (tokens, batch, len(cut.heads[peer]), dim), batch_first)[0]
+        heads = len(cut.heads[peer])
+        block = scratch.blocks(1, (several * tokens, batch, heads, dim), batch_first)[0]
         if block.numel():
-            pieces.append(Piece(peer, 0, block))
-        messages = _messages(block, local, batch_first)
+            for mine, part in zip(pieces, block.split(tokens), strict=True):
+                mine.append(Piece(peer, 0, part))
+        runs = local if several == 1 else [(0, several * tokens)]
+        messages = _messages(block, runs, batch_first)
         receives[peer] = tuple((peer, scratch.number(message)) for message in messages)
-    sends = [
-        (peer, message)
-        for peer in neighbours
-        for message in _messages(tensor, layout.chunks[peer], batch_first)
-    ]
+    sends: list[tuple[int, View]] = []
+    packs: list[tuple[int, int, list[tuple[int, View]]]] = []
+    for peer in neighbours:
+        messages = list(_messages(tensor, layout.chunks[peer], batch_first))
+        if several == 1:
+            sends += [(peer, message) for message in messages]
+        elif messages:
+            length = several * layout.lengths[peer]
+            block = scratch.blocks(1, (length, batch, own_heads, dim), batch_first)[0]
+            sources = [(i, message) for i in range(several) for message in messages]
+            packs.append((peer, scratch.number(view(block)), sources))
     # What is done on arrival; its parts get their numbers when all views are known.
-    steps: list[tuple[tuple[Numbered, ...], list[_Move], list[_Join]]]
-    if len(local) <= _RUNS_JOINED and not cut.is_replicated:
-        pieces.sort(key=lambda piece: piece.rank)
-        everything = tuple(message for messages in receives.values() for message in messages)
-        joins = [
-            (view(result[begin:end]), list(_of_run(pieces, begin, end)))
-            for begin, end in local
-            if result[begin:end].numel()
-        ]
-        steps = [(everything, [], joins)]
-    else:
-        if cut.is_replicated:  # summed in rank order, whoever computes it
-            pieces.sort(key=lambda piece: piece.rank)
-        steps = [
-            (
-                receives[piece.rank],
-                [
+    steps: list[tuple[int, tuple[Numbered, ...], list[_Move], list[_Join]]] = []
+    for number, mine in enumerate(pieces):
+        if len(local) <= _RUNS_JOINED and not cut.is_replicated:
+            mine.sort(key=lambda piece: piece.rank)
+            everything = tuple(message for messages in receives.values() for message in messages)
+            joins = [
+                (view(result[begin:end]), list(_of_run(mine, begin, end)))
+                for begin, end in local
+                if result[begin:end].numel()
+            ]
+            steps.append((number, everything, [], joins))
+        else:
+            if cut.is_replicated:  # summed in rank order, whoever computes it
+                mine.sort(key=lambda piece: piece.rank)
+            for piece in mine:
+                moved = [
                     (view(target), replace(piece, block=source), add)
                     for target, source, add in moves(result, piece, cut)
                     if target.numel()
-                ],
-                [],
-            )
-            for piece in pieces
-        ]
-    used = [piece for _, moved, _ in steps for _, piece, _ in moved]
-    used += [piece for _, _, joins in steps for _, parts in joins for piece in parts]
-    own = Views.made_of(
-        given,
-        [message for _, message in sends] + [view(p.block) for p in used if p.rank == rank],
-    )
+                ]
+                steps.append((number, receives[piece.rank], moved, []))
+        receives = dict.fromkeys(receives, ())  # here when the next tensor of the bundle is joined
+    used = [piece for *_, moved, _ in steps for _, piece, _ in moved]
+    used += [piece for *_, joins in steps for _, parts in joins for piece in parts]
+    sent = [message for _, message in sends]
+    sent += [message for _, _, sources in packs for _, message in sources]
+    own = Views.made_of(given, sent + [view(p.block) for p in used if p.rank == rank])
 
     def part(piece: Piece) -> Part:
         block = view(piece.block)
@@ -354,18 +397,24 @@ def plan_scatter(cut: Cut, rank: int, shape: tuple[int, ...], batch_first: bool)
 
     arrivals = [
         Arrival(
+            number,
             needed,
             tuple((target, part(piece), add) for target, piece, add in moved),
             tuple((target, tuple(map(part, parts))) for target, parts in joins),
         )
-        for needed, moved, joins in steps
+        for number, needed, moved, joins in steps
     ]
     return Scatter(
+        bundle=tuple(bundle),
         result=tuple(sequence_first(result, batch_first).shape),
         scratch=scratch.elements,
         buffers=scratch.buffers,
         own=own,
         sends=tuple((peer, own.numbers[message]) for peer, message in sends),
+        packs=tuple(
+            (peer, target, tuple((i, own.numbers[message]) for i, message in sources))
+            for peer, target, sources in packs
+        ),
         arrivals=tuple(arrivals),
     )
 
