@@ -33,7 +33,8 @@ def gather_sequence(
     by_messages = _choose(transport, tensors, cuts, group, batch_first) == "p2p"
     gather = gather_by_messages if by_messages else gather_packed
     if torch.compiler.is_compiling():
-        return _uncompiled(gather, tensors, cuts, group, batch_first)
+        gathered: tuple[torch.Tensor, ...] = _uncompiled(gather, tensors, cuts, group, batch_first)
+        return gathered
     return gather(tensors, cuts, group, batch_first)
 
 
@@ -48,7 +49,10 @@ def scatter_sequence(
     by_messages = _choose(transport, tensors, cuts, group, batch_first) == "p2p"
     scatter = scatter_by_messages if by_messages else scatter_packed
     if torch.compiler.is_compiling():
-        return _uncompiled(scatter, tensors, cuts, group, batch_first)
+        scattered: tuple[torch.Tensor, ...] = _uncompiled(
+            scatter, tensors, cuts, group, batch_first
+        )
+        return scattered
     return scatter(tensors, cuts, group, batch_first)
 
 

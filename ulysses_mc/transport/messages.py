@@ -84,11 +84,10 @@ def scatter_by_messages(
     sends = []
     for plan, own, buffer in zip(plans, owns, buffers, strict=True):
         sends += [wire.send([own[0][number]], peer, 0) for peer, number in plan.sends]
-        for peer, target, sources in plan.packs:
-            torch.cat(
-                [own[i][number] for i, number in sources], int(batch_first), out=buffer[target]
-            )
-            sends.append(wire.send([buffer[target]], peer, 0))
+        for peer, packed, sources in plan.packs:
+            parts = [own[i][number] for i, number in sources]
+            torch.cat(parts, int(batch_first), out=buffer[packed])
+            sends.append(wire.send([buffer[packed]], peer, 0))
     if batch is not None:
         batch.start()
     works = iter(arriving)
@@ -105,9 +104,9 @@ def scatter_by_messages(
                     result.as_strided(*target).add_(part.of(mine, buffer))
                 else:
                     result.as_strided(*target).copy_(part.of(mine, buffer))
-            for target, parts in arrival.joins:
-                here = [part.of(mine, buffer) for part in parts]
-                torch.cat(here, 2, out=result.as_strided(*target))
+            for target, side_by_side in arrival.joins:
+                parts = [part.of(mine, buffer) for part in side_by_side]
+                torch.cat(parts, 2, out=result.as_strided(*target))
         for i, result in zip(plan.bundle, results, strict=True):
             found[i] = result if dtype == first.dtype else result.to(first.dtype)
     for work in sends:

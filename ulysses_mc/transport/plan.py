@@ -344,21 +344,21 @@ def plan_scatter(
         heads = len(cut.heads[peer])
         block = scratch.blocks(1, (several * tokens, batch, heads, dim), batch_first)[0]
         if block.numel():
-            for mine, part in zip(pieces, block.split(tokens), strict=True):
-                mine.append(Piece(peer, 0, part))
+            for mine, of_one in zip(pieces, block.split(tokens), strict=True):
+                mine.append(Piece(peer, 0, of_one))
         runs = local if several == 1 else [(0, several * tokens)]
         messages = _messages(block, runs, batch_first)
         receives[peer] = tuple((peer, scratch.number(message)) for message in messages)
     sends: list[tuple[int, View]] = []
     packs: list[tuple[int, int, list[tuple[int, View]]]] = []
     for peer in neighbours:
-        messages = list(_messages(tensor, layout.chunks[peer], batch_first))
+        leaving = list(_messages(tensor, layout.chunks[peer], batch_first))
         if several == 1:
-            sends += [(peer, message) for message in messages]
-        elif messages:
+            sends += [(peer, message) for message in leaving]
+        elif leaving:
             length = several * layout.lengths[peer]
             block = scratch.blocks(1, (length, batch, own_heads, dim), batch_first)[0]
-            sources = [(i, message) for i in range(several) for message in messages]
+            sources = [(i, message) for i in range(several) for message in leaving]
             packs.append((peer, scratch.number(view(block)), sources))
     # What is done on arrival; its parts get their numbers when all views are known.
     steps: list[tuple[int, tuple[Numbered, ...], list[_Move], list[_Join]]] = []
