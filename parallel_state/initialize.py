@@ -61,7 +61,8 @@ def initialize_model_parallel(
     Raises:
         ParallelConfigError: on every rank alike, before the first group is made: settings that
             differ between ranks, sizes that do not multiply to the world, an order or option that
-            Megatron refuses; or torch.distributed is not initialised.
+            Megatron refuses; or torch.distributed is not initialised. After the last one: a rank
+            has not come (it failed while it made its groups); those made are ended.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ParallelConfigError(
@@ -107,9 +108,13 @@ def initialize_model_parallel(
         num_groups_created=count,
         started_megatron=started,
     )
-    # A rank that ended its groups now would close connections that others still wait for: gloo
-    # takes that for a failure of theirs.
-    check_agreement({"number of groups made": count}, timeout)
+    try:
+        # A rank that ended its groups now would close connections that others still wait for: gloo
+        # takes that for a failure of theirs.
+        check_agreement({"number of groups made": count}, timeout)
+    except ParallelConfigError:
+        state.destroy()
+        raise
     _Current.states.append(state)
     return state
 

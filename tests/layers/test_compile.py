@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import run_ranks
-from ulysses_mc import SequenceLayout
+from ulysses_mc import HeadLayout, SequenceLayout
+from ulysses_mc.exchange import Cut, sequence_to_heads
 from ulysses_mc.layers import UlyssesAttention
 
 S, HEADS, KV, D = 8, 4, 2, 4
@@ -72,3 +73,32 @@ def test_same_numbers_and_no_recompilation(ranks: int) -> None:
         assert no_graphs == [0] * 4
         assert graphs[0] > 0  # it was compiled
         assert graphs[1:] == graphs[:1] * 3, graphs
+
+
+def step_as_a_whole() -> list[str]:
+    """What the compiler says where it meets the exchange itself, in forward and in backward."""
+    import torch._dynamo
+
+    group, size = dist.group.WORLD, dist.get_world_size()
+    cut = Cut.of(SequenceLayout.contiguous(S, size), HeadLayout(HEADS, HEADS, size).query_heads)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        (by_heads,) = sequence_to_heads([2 * x], [cut], group, batch_first=True)
+        loss = by_heads.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    torch._dynamo.reset()
+    x = torch.ones(1, S // size, HEADS, D, requires_grad=True)
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always")
+        loss = torch.compile(step, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    assert loss == 4 * S * HEADS // size * D
+    assert torch.equal(x.grad, torch.full_like(x, 8.0))
+    return [str(warning.message) for warning in met]
+
+
+def test_the_compiler_has_nothing_to_say_of_an_exchange() -> None:
+    for met in run_ranks(2, step_as_a_whole, timeout=120):
+        assert not [text for text in met if "Dynamo" in text]

@@ -164,6 +164,27 @@ def test_no_rank_goes_on_before_all_have_their_groups():
     assert run_ranks(4, groups_made_at_different_times) == [True] * 4
 
 
+def groups_that_are_not_alike() -> str:
+    def create_one_more(*arguments):
+        made, count = create_groups(*arguments)
+        return made, count + (dist.get_rank() == 1)
+
+    config = ParallelConfig(ulysses_parallel_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ulysses_mc.parallel_state.initialize.create_groups", create_one_more)
+        with pytest.raises(ParallelConfigError) as raised:
+            initialize_model_parallel(config, use_megatron=False)
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    assert not parallel_state.model_parallel_is_initialized()
+    initialize_model_parallel(config, use_megatron=False)
+    return str(raised.value)
+
+
+def test_groups_that_are_not_alike_are_ended_on_every_rank():
+    for error in run_ranks(4, groups_that_are_not_alike):
+        assert "number of groups made: 9 on ranks 0, 2-3, 10 on rank 1" in error
+
+
 def initialised_twice():
     for sizes in (2, 4):
         initialize_model_parallel(ParallelConfig(ulysses_parallel_size=sizes), use_megatron=False)
