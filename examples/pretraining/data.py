@@ -58,7 +58,9 @@ def build_datasets(
                 part, prefix = self.index_split.name, self.dataset_path
                 raise UserError(
                     f"the {len(self.indices)} documents that data.split {config.data.split!r} "
-                    f"takes from {prefix} for {part} hold no tokens"
+                    f"takes from {prefix} for {part} hold no tokens: give every part that is not "
+                    "0 a document at least, as with more documents or --data.split 50,50,0; or "
+                    "--data.split 100,0,0 for no evaluation"
                 )
             return tokens
 

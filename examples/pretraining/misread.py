@@ -181,7 +181,9 @@ def unknown_key(key: str, known: list[str], what: str) -> str:
 
     def likeness(candidate: str) -> float:
         own = candidate.rpartition(".")[2]
-        if name in own:  # `warmup` for lr_warmup_iters, or a field without its group
+        if (
+            len(name) > 2 and name in own
+        ):  # `warmup` for lr_warmup_iters, or a field without its group
             return 1.0 + len(name) / len(own)
         return difflib.SequenceMatcher(None, key, candidate).ratio()
 

@@ -36,6 +36,7 @@ def config(*argv: str) -> Config:
         ("--parallel.ulyses_parallel_size=2", "parallel.ulysses_parallel_size"),
         ("--train_iter=3", "training.train_iters"),
         ("--outputs=x", "output"),
+        ("--modell.x=3", "model"),  # not any key with an x in it
     ],
 )
 def test_an_unknown_option_names_the_nearest(argument: str, nearest: str) -> None:
